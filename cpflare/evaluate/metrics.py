@@ -1,0 +1,235 @@
+"""Errors of predicted fields against the truth, as float64 sums that add over chunks and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpflare.errors import DataError, NonFiniteError
+
+Array = NDArray[Any]
+
+# Columns of the table of sums; each is a plain sum over cells, so tables add over chunks and ranks.
+_COLUMNS = (
+    "count",  # cells
+    "area",  # Σ A
+    "squared_error",  # Σ ‖ŷ − y‖²
+    "squared_truth",  # Σ ‖y‖²
+    "absolute_error",  # Σ ‖ŷ − y‖
+    "area_squared_error",  # Σ A‖ŷ − y‖²
+    "area_squared_truth",  # Σ A‖y‖²
+    "area_absolute_error",  # Σ A‖ŷ − y‖
+    "nonfinite_predictions",  # cells whose prediction is NaN or infinite
+    "nonfinite_truths",
+)
+
+#: What :meth:`FieldSums.metrics` returns for each field, in this order.
+METRICS = ("rel_l2", "rel_l2_area", "mae", "rmse", "mae_area", "rmse_area")
+
+
+def _rows(values: Array, what: str) -> NDArray[np.float64]:
+    """Bring a scalar field [n] or a vector field [n, d] to float64 [n, d]."""
+    rows = np.asarray(values, dtype=np.float64)
+    if rows.ndim == 1:
+        return rows[:, None]
+    if rows.ndim != 2:
+        raise DataError(f"{what} has shape {rows.shape}; metrics need [cells] or [cells, channels]")
+    return rows
+
+
+@dataclass
+class FieldSums:
+    """Error sums of one case over its fields: add chunks, merge ranks, and only then take roots.
+
+    `sums` is float64 [fields, columns]; `to_vector` flattens it, so that a caller can sum it over
+    ranks with one collective and put the result back with `from_vector`.  Bad values don't raise
+    while chunks are added: they are counted, so that `metrics` fails on *every* rank alike.
+
+    Example:
+        sums = FieldSums(("pressure", "wall_shear"))
+        for rows in chunks:
+            sums.add(prediction(rows), truth(rows), area(rows))
+        sums.metrics("run_1")["pressure"]["rel_l2"]
+    """
+
+    fields: tuple[str, ...]
+    sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, len(_COLUMNS))))
+
+    def __post_init__(self) -> None:
+        self.fields = tuple(self.fields)
+        if self.sums.size == 0:
+            self.sums = np.zeros((len(self.fields), len(_COLUMNS)), dtype=np.float64)
+        assert self.sums.shape == (len(self.fields), len(_COLUMNS))
+
+    def add(
+        self,
+        predictions: Mapping[str, Array],
+        truth: Mapping[str, Array],
+        area: Array,
+    ) -> None:
+        """Add one chunk of cells: fields [n] or [n, d] in physical units, `area` [n] in m².
+
+        Raises:
+            DataError: a field is absent or its shape differs between prediction, truth and area.
+        """
+        weight = np.asarray(area, dtype=np.float64)  # [n]
+        for index, name in enumerate(self.fields):
+            if name not in predictions or name not in truth:
+                side = "prediction" if name not in predictions else "truth"
+                raise DataError(f"the {side} has no field '{name}'; give one array for each field")
+            predicted = _rows(predictions[name], f"predicted '{name}'")  # [n, d]
+            true = _rows(truth[name], f"true '{name}'")  # [n, d]
+            if predicted.shape != true.shape or len(true) != len(weight):
+                raise DataError(
+                    f"field '{name}': prediction {predicted.shape}, truth {true.shape} and area "
+                    f"{weight.shape} differ in shape; all three need one row a cell"
+                )
+            # Overflow to infinity is not hidden: `metrics` reports the sum that is not finite.
+            with np.errstate(over="ignore", invalid="ignore"):
+                squared_error = np.square(predicted - true).sum(axis=1)  # [n]
+                squared_truth = np.square(true).sum(axis=1)  # [n]
+                error = np.sqrt(squared_error)
+                self.sums[index] += (
+                    len(weight),
+                    weight.sum(),
+                    squared_error.sum(),
+                    squared_truth.sum(),
+                    error.sum(),
+                    (weight * squared_error).sum(),
+                    (weight * squared_truth).sum(),
+                    (weight * error).sum(),
+                    np.count_nonzero(~np.isfinite(predicted).all(axis=1)),
+                    np.count_nonzero(~np.isfinite(true).all(axis=1)),
+                )
+
+    def merge(self, other: FieldSums) -> None:
+        """Add the sums of another chunk or rank."""
+        assert self.fields == other.fields, (self.fields, other.fields)
+        self.sums += other.sums
+
+    def to_vector(self) -> NDArray[np.float64]:
+        """Return a flat float64 copy whose sum over ranks is the table of the whole case."""
+        return self.sums.reshape(-1).copy()
+
+    @classmethod
+    def from_vector(cls, fields: Sequence[str], vector: Array) -> FieldSums:
+        """Rebuild the table from the (summed) vector of `to_vector`."""
+        names = tuple(fields)
+        table = np.array(vector, dtype=np.float64).reshape(len(names), len(_COLUMNS))
+        return cls(names, table)
+
+    def metrics(self, case: str) -> dict[str, dict[str, float]]:
+        """Return `{field: {metric: value}}` with the names of METRICS, in the fields' own units.
+
+        rel_l2 = √(Σ‖ŷ−y‖² / Σ‖y‖²) over cells and rel_l2_area the same with the cell's area as
+        weight; mae and rmse are of the vector norm.  Source: FluidsBench's DrivAerML contract.
+
+        Raises:
+            NonFiniteError: a prediction of this case is NaN or infinite.
+            DataError: the case has no cells, or a denominator is zero or not finite.
+        """
+        return {
+            name: _finish(case, name, dict(zip(_COLUMNS, map(float, row), strict=True)))
+            for name, row in zip(self.fields, self.sums, strict=True)
+        }
+
+
+def _finish(case: str, name: str, sums: Mapping[str, float]) -> dict[str, float]:
+    """Turn the sums of one case and field into metrics, or say which of them cannot be used."""
+    where = f"case '{case}', field '{name}'"
+    count = sums["count"]
+    if count == 0:
+        raise DataError(f"{where}: no cells were evaluated; the case needs at least one")
+    if sums["nonfinite_predictions"]:
+        raise NonFiniteError(
+            f"{where}: {sums['nonfinite_predictions']:.0f} of {count:.0f} predictions are NaN or "
+            "infinite; predict again from a finite checkpoint"
+        )
+    if sums["nonfinite_truths"]:
+        raise DataError(
+            f"{where}: {sums['nonfinite_truths']:.0f} of {count:.0f} true values are NaN or "
+            "infinite; check the store with `cpflare inspect STORE --verify`"
+        )
+    for column, meaning in (
+        ("squared_truth", "the squared norm of the truth"),
+        ("area_squared_truth", "the area-weighted squared norm of the truth"),
+        ("area", "the total area"),
+    ):
+        if not np.isfinite(sums[column]) or sums[column] <= 0:
+            raise DataError(
+                f"{where}: {meaning} is {sums[column]!r}, and a relative error needs a positive, "
+                "finite one; check the case's field and areas"
+            )
+    values = {
+        "rel_l2": np.sqrt(sums["squared_error"] / sums["squared_truth"]),
+        "rel_l2_area": np.sqrt(sums["area_squared_error"] / sums["area_squared_truth"]),
+        "mae": sums["absolute_error"] / count,
+        "rmse": np.sqrt(sums["squared_error"] / count),
+        "mae_area": sums["area_absolute_error"] / sums["area"],
+        "rmse_area": np.sqrt(sums["area_squared_error"] / sums["area"]),
+    }
+    for metric in METRICS:
+        if not np.isfinite(values[metric]):
+            raise NonFiniteError(
+                f"{where}: {metric} overflows float64 ({values[metric]}); the predictions are too "
+                "large to be meant"
+            )
+    return {metric: float(values[metric]) for metric in METRICS}
+
+
+def evaluate_case(
+    case: str,
+    predictions: Mapping[str, Array],
+    truth: Mapping[str, Array],
+    area: Array,
+    *,
+    fields: Sequence[str] | None = None,
+    chunk_rows: int = 1 << 20,
+) -> dict[str, dict[str, float]]:
+    """Return the metrics of one case held in memory; rows of all arrays must correspond.
+
+    `fields` defaults to those that are predicted.  Raises as `FieldSums.metrics` does.
+    """
+    sums = FieldSums(tuple(predictions) if fields is None else tuple(fields))
+    for name in sums.fields:
+        lengths = [len(values[name]) if name in values else None for values in (predictions, truth)]
+        if lengths != [len(area)] * 2:
+            raise DataError(
+                f"case '{case}', field '{name}': {lengths[0]} predictions, {lengths[1]} true "
+                f"values and {len(area)} areas; all three need one row a cell"
+            )
+    # An empty case goes through `add` once, so that it fails in `metrics` with its name.
+    for start in range(0, max(len(area), 1), chunk_rows):
+        rows = slice(start, start + chunk_rows)
+        sums.add(
+            {name: predictions[name][rows] for name in sums.fields},
+            {name: truth[name][rows] for name in sums.fields},
+            area[rows],
+        )
+    return sums.metrics(case)
+
+
+def mean_over_cases(
+    cases: Iterable[Mapping[str, Mapping[str, float]]],
+) -> dict[str, dict[str, float]]:
+    """Return the plain mean over cases of each field's metrics; every case needs every field."""
+    table = list(cases)
+    assert table, "a mean over cases needs at least one case"
+    return {
+        name: {
+            metric: float(np.mean([case[name][metric] for case in table], dtype=np.float64))
+            for metric in metrics
+        }
+        for name, metrics in table[0].items()
+    }
+
+
+def r2_score(predicted: Sequence[float], true: Sequence[float]) -> float | None:
+    """Return R² = 1 − Σ(ŷ−y)² / Σ(y−ȳ)², or None where the truth does not vary."""
+    y_hat, y = np.asarray(predicted, dtype=np.float64), np.asarray(true, dtype=np.float64)
+    total = float(np.square(y - y.mean()).sum())
+    return None if total == 0.0 else 1.0 - float(np.square(y_hat - y).sum()) / total
