@@ -1,0 +1,112 @@
+"""The mixer protocol: reduce stages, then a token-local emit.
+
+    state = {}
+    for stage in mixer.stages:   state |= stage.finish(the stage's reduction over all tokens, state)
+    y = mixer.emit(tokens, state)
+
+`tokens` holds what depends on one token alone, `state` small replicated tensors. An executor may
+run the stages over the whole shard or chunk by chunk; the mixer does not know, nor does it know
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cpflare.ops import Reducer
+
+State = dict[str, Tensor]
+
+
+class Tokens(dict[str, Tensor]):
+    """Token-local tensors of a chunk, each computed when it is first asked for.
+
+    A stage that needs only the keys then computes only the keys. A maker is handed the tokens, for
+    what it builds on; it must not hold them itself: the cycle would keep N-sized tensors alive
+    until the garbage collector comes by.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[Tokens], Tensor]]) -> None:
+        super().__init__()
+        self._makers = makers
+
+    def __missing__(self, name: str) -> Tensor:
+        value = self[name] = self._makers[name](self)
+        return value
+
+
+@dataclass(frozen=True)
+class SoftmaxStage:
+    """A reduction by attention: latent queries gather values by keys from all tokens.
+
+    `query(state)` [1, H, M, D] comes from parameters and earlier state; `keys` and `values` name
+    token tensors [B, H, n, D]; `finish(z, state)` turns the gathered [B, H, M, D] into new state.
+    """
+
+    query: Callable[[State], Tensor]
+    keys: str
+    values: str
+    finish: Callable[[Tensor, State], State]
+    scale: float
+
+    def reduce(self, tokens: Tokens, state: State, reducer: Reducer) -> Tensor:
+        """Communication: one encoder over the reducer's ranks."""
+        k, v = tokens[self.keys], tokens[self.values]
+        q = self.query(state).expand(k.shape[0], -1, -1, -1)
+        q, k, v = match_dtypes(q, k, v)
+        return reducer.softmax(q, k, v, scale=self.scale)
+
+
+class Mixer(Protocol):
+    """What a block needs of a mixer."""
+
+    @property
+    def stages(self) -> tuple[SoftmaxStage, ...]:
+        """The reductions, in order; a later one may use the state of the earlier ones."""
+        ...
+
+    def tokens(self, x: Tensor) -> Tokens:
+        """Token-local tensors of normalised tokens x [B, n, C]."""
+        ...
+
+    def emit(self, tokens: Tokens, state: State) -> Tensor:
+        """The mixer's output of each token, from its own tensors and the state. -> [B, n, C]"""
+        ...
+
+
+def mix(mixer: Mixer, x: Tensor, reducer: Reducer) -> Tensor:
+    """Run a mixer over this rank's tokens at once.  [B, n, C] -> [B, n, C]"""
+    tokens = mixer.tokens(x)
+    state: State = {}
+    for stage in mixer.stages:
+        state |= stage.finish(stage.reduce(tokens, state, reducer), state)
+    return mixer.emit(tokens, state)
+
+
+def match_dtypes(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Bring the operands of an attention to one dtype.
+
+    Under autocast that is its dtype (norms leave fp32 behind); else the first tensor's.
+    """
+    device = tensors[0].device.type
+    dtype = tensors[0].dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) for t in tensors)
+
+
+class NoMixer(nn.Module):
+    """Tokens do not meet: the block is its feed-forward network alone (an ablation)."""
+
+    stages: tuple[SoftmaxStage, ...] = ()
+
+    def tokens(self, x: Tensor) -> Tokens:
+        return Tokens({"x": lambda _: x})
+
+    def emit(self, tokens: Tokens, state: State) -> Tensor:
+        return torch.zeros_like(tokens["x"])

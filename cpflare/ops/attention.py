@@ -1,0 +1,196 @@
+"""Fused attention of one rank: forward with the log-sum-exp, backward from global statistics.
+
+Pure functions without autograd and without communication. The kernels' backward computes
+P = exp(scale * Q K^T - L) from the log-sum-exp and c = rowsum(dO * O) from the output that it is
+given, so handing it the *global* Z and L in place of the local ones yields the exact columns of the
+global gradient for the tokens at hand.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cpflare.ops.merge import merge_partials
+
+Backend = Literal["cpu_flash", "cuda_flash", "cuda_efficient", "plain"]
+
+_PLAIN_SCORES = 1 << 26
+"""Scores that the plain backend holds at once."""
+
+aten = torch.ops.aten
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of merges, statistics and messages: fp64 for fp64 inputs, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def select_backend(q: Tensor, k: Tensor, v: Tensor) -> Backend:
+    """The fastest kernel that this device has for these tensors."""
+    if not q.dtype == k.dtype == v.dtype or q.shape[-1] != v.shape[-1]:
+        return "plain"
+    if q.device.type == "cpu" and q.dtype in _CPU_FLASH:
+        return "cpu_flash"
+    if q.device.type == "cuda" and torch.version.hip is None:
+        if q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
+            return "cuda_flash"
+        if q.dtype == torch.float32:
+            return "cuda_efficient"
+    return "plain"
+
+
+_CPU_FLASH = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, backend: Backend | None = None
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * Q K^T) V with the log-sum-exp of each row.
+
+    q [B, H, M, D], k and v [B, H, N, D] -> (o [B, H, M, D] in q's dtype, lse [B, H, M] in fp32, or
+    fp64 for fp64). No keys give o = 0 and lse = -inf without calling a kernel (the CPU kernel ends
+    the process on zero keys).
+    """
+    stats = statistics_dtype(q.dtype)
+    if k.shape[-2] == 0 or q.numel() == 0:
+        o = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        lse = torch.full(q.shape[:-1], -torch.inf, dtype=stats, device=q.device)
+        return o, lse
+    backend = backend or select_backend(q, k, v)
+    if backend == "plain":
+        return _plain(q, k, v, scale)
+    q, k, v = (_last_dim_dense(t) for t in (q, k, v))
+    if backend == "cpu_flash":
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+        return o, lse.to(stats)
+    depth = q.shape[-1]
+    q, k, v = (_pad_depth(t) for t in (q, k, v))
+    if backend == "cuda_flash":
+        o, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)[
+            :2
+        ]
+    else:
+        o, lse = aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, False, scale=scale
+        )[:2]
+    # The kernels may pad the rows of the log-sum-exp to a multiple of their tile.
+    return o[..., :depth], lse[..., : q.shape[-2]].to(stats)
+
+
+def attend_backward(
+    dz: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the tokens at hand, and their part of the queries' gradient.
+
+    dz and z [B, H, M, D], lse [B, H, M]: the gradient, output and log-sum-exp over *all* tokens;
+    q [B, H, M, D], k and v [B, H, n, D]: n of the tokens. -> (dq partial, dk, dv) in the inputs'
+    dtypes
+
+        P = exp(scale * Q K^T - L);  c = rowsum(dZ * Z);  dS = P * (dZ V^T - c)
+        dV = P^T dZ;  dK = scale * dS^T Q;  dQ = scale * dS K
+
+    Source: mathematics of the exact backward.
+    """
+    if k.shape[-2] == 0 or q.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    backend = backend or select_backend(q, k, v)
+    if backend == "plain":
+        return _plain_backward(dz, q, k, v, z, lse, scale)
+    q, k, v = (_last_dim_dense(t) for t in (q, k, v))
+    # The kernels read output and gradient in the query's dtype, whatever is passed.
+    dz, z = (t.to(q.dtype).contiguous() for t in (dz, z))
+    if backend == "cpu_flash":
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dz, q, k, v, z, lse.contiguous(), 0.0, False, scale=scale
+        )
+        return dq, dk, dv
+    depth, rows = q.shape[-1], q.shape[-2]
+    q, k, v, dz, z = (_pad_depth(t) for t in (q, k, v, dz, z))
+    lse = lse.to(torch.float32).contiguous()
+    seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+    if backend == "cuda_flash":
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            dz,
+            q,
+            k,
+            v,
+            z,
+            lse,
+            None,
+            None,
+            rows,
+            k.shape[-2],
+            0.0,
+            False,
+            seed,
+            offset,
+            scale=scale,
+        )
+    else:
+        # The memory-efficient kernel wants the rows of the log-sum-exp padded to a multiple of 32;
+        # infinity there makes the padded rows weigh nothing.
+        lse = F.pad(lse, (0, -rows % 32), value=torch.inf).contiguous()
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            dz, q, k, v, None, z, lse, seed, offset, 0.0, [True, True, True, False], False,
+            scale=scale,
+        )  # fmt: skip
+    return dq[..., :depth], dk[..., :depth], dv[..., :depth]
+
+
+def _last_dim_dense(t: Tensor) -> Tensor:
+    """The kernels take any strides but in the last dimension, which they read as dense."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _pad_depth(t: Tensor) -> Tensor:
+    """Zero-pad the head width to a multiple of 8, which the CUDA kernels' loads need."""
+    return F.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t
+
+
+def _token_chunks(q: Tensor, k: Tensor) -> list[slice]:
+    rows = q.shape[:-1].numel()
+    size = max(1, _PLAIN_SCORES // max(rows, 1))
+    return [slice(i, i + size) for i in range(0, k.shape[-2], size)]
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Matrix products in the statistics' dtype, chunk by chunk of tokens, joined by the merge."""
+    stats = statistics_dtype(q.dtype)
+    outputs, sums = [], []
+    for chunk in _token_chunks(q, k):
+        scores = scale * q.to(stats) @ k[..., chunk, :].to(stats).mT
+        lse = torch.logsumexp(scores, dim=-1)
+        outputs.append(torch.exp(scores - lse[..., None]) @ v[..., chunk, :].to(stats))
+        sums.append(lse)
+    o, lse = merge_partials(torch.stack(outputs), torch.stack(sums))
+    return o.to(q.dtype), lse
+
+
+def _plain_backward(
+    dz: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    stats = statistics_dtype(q.dtype)
+    dz, z, q_stats = dz.to(stats), z.to(stats), q.to(stats)
+    coupling = (dz * z).sum(dim=-1, keepdim=True)  # [B, H, M, 1]
+    dq = torch.zeros_like(q_stats)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    for chunk in _token_chunks(q, k):
+        k_chunk, v_chunk = k[..., chunk, :].to(stats), v[..., chunk, :].to(stats)
+        p = torch.exp(scale * q_stats @ k_chunk.mT - lse.to(stats)[..., None])  # [B, H, M, n]
+        ds = p * (dz @ v_chunk.mT - coupling)
+        dv[..., chunk, :] = (p.mT @ dz).to(v.dtype)
+        dk[..., chunk, :] = (scale * ds.mT @ q_stats).to(k.dtype)
+        dq += scale * ds @ k_chunk
+    return dq.to(q.dtype), dk, dv

@@ -1,0 +1,65 @@
+"""The associative merge of partial softmax results, over chunks of a rank and over ranks.
+
+A partial result is a pair (O, L): the attention output over some tokens and the log-sum-exp of
+their scores. No tokens at all are O = 0, L = -inf, the neutral element.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cpflare.parallel.comm import Communicator
+
+GATHER_UP_TO = 4
+"""Up to this many ranks one all-gather replaces the maximum and the sum.
+
+Per rank it receives (R-1) HM(D+1) values where two ring all-reduces move 2 (R-1)/R HM(D+2); the
+messages are small, so that one latency less wins for few ranks.
+"""
+
+
+def weights_of(lse: Tensor, top: Tensor) -> Tensor:
+    """exp(lse - top), and 0 where no part has a token (both are -inf there)."""
+    empty = top == -torch.inf
+    return torch.exp(lse - top.masked_fill(empty, 0.0))
+
+
+def merge_partials(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge P stacked partial results into one.
+
+    o [P, B, H, M, D], lse [P, B, H, M] -> ([B, H, M, D], [B, H, M])
+    Source: mathematics of the exact encoder, U = sum a_r O_r, Z = U / a, L = L_max + log a.
+    """
+    top = lse.amax(dim=0)  # [B, H, M]
+    weights = weights_of(lse, top)  # [P, B, H, M]
+    return _normalise((weights[..., None] * o).sum(dim=0), weights.sum(dim=0), top)
+
+
+def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Merge every rank's partial result; the same value comes out on all ranks.
+
+    o [B, H, M, D], lse [B, H, M], both fp32 or both fp64, of this rank's tokens -> the same shapes,
+    of all tokens.
+
+    Communication: up to `GATHER_UP_TO` ranks one all-gather of B·H·M·(D+1) values; for more, an
+    all-reduce (max) of B·H·M values and one (sum) of B·H·M·(D+1). Independent of the tokens.
+    """
+    assert o.dtype == lse.dtype
+    if comm.size == 1:
+        return o, lse
+    if comm.size <= GATHER_UP_TO:
+        packed = comm.all_gather(torch.cat([o, lse[..., None]], dim=-1))  # [R, B, H, M, D+1]
+        return merge_partials(packed[..., :-1], packed[..., -1])
+    top = comm.all_reduce(lse.clone(memory_format=torch.contiguous_format), "max")
+    weights = weights_of(lse, top)
+    packed = torch.cat([weights[..., None] * o, weights[..., None]], dim=-1)
+    packed = comm.all_reduce(packed)
+    return _normalise(packed[..., :-1], packed[..., -1], top)
+
+
+def _normalise(numerator: Tensor, mass: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+    """Z and L from the sums. A mass of 0 means no tokens anywhere: Z = 0 and L = -inf."""
+    empty = mass == 0
+    z = numerator / mass.masked_fill(empty, 1.0)[..., None]
+    return z, top + torch.log(mass)

@@ -1,0 +1,122 @@
+"""The ranks of a run: from torchrun's environment to DP × CP groups."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from cpflare.config import ParallelConfig
+from cpflare.errors import TopologyError
+from cpflare.parallel.comm import Communicator
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One rank's place. Ranks of a CP group are neighbours: rank = dp_rank * cp + cp_rank."""
+
+    rank: int
+    world_size: int
+    cp: int
+    dp: int
+    device: torch.device
+    world_comm: Communicator
+    cp_comm: Communicator
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank % self.cp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.cp
+
+
+def environment_ranks() -> tuple[int, int, int]:
+    """(rank, world size, local rank) as torchrun sets them; (0, 1, 0) without torchrun.
+
+    SLURM's own variables are left alone: under SLURM one torchrun a node starts the ranks.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    values = [os.environ.get(name) for name in names]
+    if values[0] is None or values[1] is None:
+        return 0, 1, 0
+    try:
+        rank, world_size, local_rank = (int(value or 0) for value in values)
+    except ValueError:
+        settings = ", ".join(f"{n}={v}" for n, v in zip(names, values, strict=True))
+        raise TopologyError(f"{settings} are not whole numbers; start with torchrun") from None
+    return rank, world_size, local_rank
+
+
+def resolve_axes(parallel: ParallelConfig, world_size: int) -> tuple[int, int]:
+    """(cp, dp) for a number of ranks; a missing one follows from the other.
+
+    Raises:
+        TopologyError: cp × dp is not the number of ranks.
+    """
+    cp, dp = parallel.cp, parallel.dp
+    if cp is None and dp is None:
+        cp, dp = world_size, 1
+    elif cp is None and dp is not None:
+        cp = max(world_size // dp, 1)
+    elif dp is None and cp is not None:
+        dp = max(world_size // cp, 1)
+    assert cp is not None
+    assert dp is not None
+    if cp * dp != world_size:
+        mend = f"start {cp * dp} ranks"
+        if world_size % cp == 0:
+            mend += f" or set parallel.dp={world_size // cp}"
+        elif world_size % dp == 0:
+            mend += f" or set parallel.cp={world_size // dp}"
+        else:
+            mend += " or leave parallel.cp and parallel.dp out"
+        raise TopologyError(
+            f"parallel.cp={cp} × parallel.dp={dp} = {cp * dp} ranks, but WORLD_SIZE is "
+            f"{world_size}; {mend}"
+        )
+    return cp, dp
+
+
+def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
+    """Join the process group of the environment's ranks; returns (world size, this rank's device).
+
+    A single rank needs no process group. NCCL serves GPUs, gloo CPUs.
+    """
+    rank, world_size, local_rank = environment_ranks()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    return world_size, device
+
+
+def build_topology(parallel: ParallelConfig, device: torch.device) -> Topology:
+    """The DP × CP axes over the ranks that `start_ranks` joined.
+
+    Communication: the start of the subgroups. Raises TopologyError where cp × dp does not fit.
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    cp, dp = resolve_axes(parallel, world_size)
+    if world_size == 1:
+        single = Communicator(None)
+        return Topology(rank, world_size, cp, dp, device, single, single)
+    mesh = init_device_mesh(device.type, (dp, cp), mesh_dim_names=("dp", "cp"))
+    world_comm = Communicator(dist.group.WORLD)
+    cp_comm = (
+        world_comm if cp == world_size else Communicator(mesh.get_group("cp") if cp > 1 else None)
+    )
+    return Topology(rank, world_size, cp, dp, device, world_comm, cp_comm)
