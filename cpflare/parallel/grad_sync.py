@@ -1,4 +1,4 @@
-"""Sums of replicated tensors over the ranks: parameters' gradients, and their equality at the start."""
+"""Replicated parameters: their gradients summed over the ranks, and their equality at the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start and end of a process that may be one of many: agreement on errors, exit codes, one message."""
+"""A process that may be one of many: agreement on errors, exit statuses, one message."""
 
 from __future__ import annotations
 
