@@ -1,0 +1,186 @@
+"""Real ranks for tests: a pool of worker processes that run a function as the ranks of a gloo group.
+
+Workers are spawned once and kept over the test session, since importing torch takes seconds; every
+call gets a fresh process group through a file, so that no port is needed. A rank that fails or
+hangs takes its pool with it: the next call starts fresh workers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GRACE_S = 5.0
+"""How long the other ranks may go on once one has failed: time for their own tracebacks."""
+
+_START_S = 120.0
+"""How long a worker may take to import torch on a busy machine."""
+
+
+class RanksFailed(AssertionError):
+    """Ranks that raised, died or hung; `tracebacks` says what became of each of them."""
+
+    def __init__(self, tracebacks: dict[int, str]) -> None:
+        self.tracebacks = tracebacks
+        super().__init__("\n".join(f"--- rank {r} ---\n{t}" for r, t in tracebacks.items()))
+
+
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
+    """Run `fn(rank, world_size, *args)` on every rank of a fresh gloo group; returns their values.
+
+    `fn` is a function at the top level of its module; arguments and results must be picklable. The
+    environment has RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them. What `fn` patches in its
+    process it must put back, since the process serves other tests.
+
+    Raises:
+        RanksFailed: a rank raised, died, or gave no answer within `timeout_s`.
+    """
+    workers = _pool.take(world_size)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        start = os.path.join(folder, "start")
+        for rank, worker in enumerate(workers):
+            job = (fn, rank, world_size, args, start, timeout_s)
+            worker.connection.send_bytes(pickle.dumps(job))
+        values, failures = _collect(workers, timeout_s)
+    if failures:
+        _pool.discard(world_size)
+        raise RanksFailed(dict(sorted(failures.items())))
+    return [values[rank] for rank in range(world_size)]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest absolute difference over the expected tensor's largest absolute value.
+
+    Infinite where shapes differ or anything is NaN, so that a comparison never passes by accident.
+    """
+    if found.shape != expected.shape:
+        return float("inf")
+    if expected.numel() == 0:
+        return 0.0
+    difference = (found.double() - expected.double()).abs().max()
+    size = expected.double().abs().max()
+    error = float(difference if size == 0 else difference / size)
+    return error if error == error else float("inf")
+
+
+def shut_down() -> None:
+    """End all workers."""
+    _pool.discard(len(_pool.workers))
+
+
+class _Worker:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def wait_ready(self) -> None:
+        if not self.connection.poll(_START_S):
+            raise RuntimeError(f"a worker process did not start within {_START_S:.0f} s")
+        self.connection.recv_bytes()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.workers: list[_Worker] = []
+
+    def take(self, count: int) -> list[_Worker]:
+        fresh = [_Worker() for _ in range(count - len(self.workers))]
+        self.workers += fresh
+        for worker in fresh:
+            worker.wait_ready()
+        return self.workers[:count]
+
+    def discard(self, count: int) -> None:
+        for worker in self.workers[:count]:
+            worker.kill()
+        del self.workers[:count]
+
+
+_pool = _Pool()
+atexit.register(shut_down)
+
+
+def _collect(workers: list[_Worker], timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:
+    values: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+    begun = time.monotonic()
+    deadline = begun + timeout_s
+    while waiting:
+        left = deadline - time.monotonic()
+        ready = wait(list(waiting), timeout=max(left, 0.0))
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            try:
+                succeeded, answer = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                workers[rank].process.join(timeout=5)
+                code = workers[rank].process.exitcode
+                succeeded, answer = False, f"the process ended with exit code {code}"
+            (values if succeeded else failures)[rank] = answer
+        if failures:
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if not ready and waiting:
+            elapsed = time.monotonic() - begun
+            for rank in waiting.values():
+                failures[rank] = f"gave no answer in {elapsed:.1f} s and was killed"
+            break
+    return values, failures
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            answer = pickle.dumps((True, _run_rank(message)))
+        except Exception:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
+
+
+def _run_rank(message: bytes) -> Any:
+    fn, rank, world_size, args, start, timeout_s = pickle.loads(message)
+    ranks = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{start}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        return fn(rank, world_size, *args)
+    finally:
+        for name in ranks:
+            os.environ.pop(name, None)
+        if dist.is_initialized():
+            dist.destroy_process_group()
