@@ -1,0 +1,274 @@
+"""Reads the Zarr v3 store of prepared cases: rows, attributes, splits and statistics."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+from zarr.abc.store import Store as ByteStore
+from zarr.storage import LocalStore
+
+from cpflare.data.statistics import FieldStatistics, Statistics
+from cpflare.errors import DataError
+
+__all__ = ["MARK", "SCHEMA", "Case", "FieldStatistics", "Statistics", "Store", "natural_order"]
+
+SCHEMA = 1  # raise it when a store of the old kind can no longer be read
+MARK = "cpflare.json"  # written last: a store without it is incomplete
+AGAIN = "run `cpflare prep … STORE` again"
+
+Array = NDArray[Any]
+
+
+def natural_order(names: Iterable[str]) -> list[str]:
+    """Names sorted so that run_2 stands before run_10."""
+
+    def key(name: str) -> list[tuple[int, int, str]]:
+        parts = re.split(r"(\d+)", name)
+        return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts if p]
+
+    return sorted(names, key=key)
+
+
+class Store:
+    """A prepared data set: one Zarr v3 group a case, and `cpflare.json` as completion mark."""
+
+    def __init__(self, path: Path, mark: dict[str, Any], storage: ByteStore) -> None:
+        self.path = path
+        self._mark = mark
+        self._storage = storage
+        self._cases: dict[str, Case] = {}
+        self.cases: tuple[str, ...] = tuple(mark["cases"])
+        self.splits: dict[str, tuple[str, ...]] = {k: tuple(v) for k, v in mark["splits"].items()}
+
+    @classmethod
+    def open(cls, path: str | Path, *, storage: ByteStore | None = None) -> Store:
+        """Open a complete store.
+
+        `storage` replaces the local folder as the source of bytes (a wrapper that counts, say).
+
+        Raises: DataError where there is no store, an incomplete one, or one of another schema.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise DataError(f"store={path} does not exist; make it with `cpflare prep SRC… {path}`")
+        try:
+            mark = json.loads((path / MARK).read_text())
+        except FileNotFoundError:
+            raise DataError(
+                f"store={path} is incomplete: it has no {MARK}, so its preparation did not end; "
+                + AGAIN
+            ) from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise DataError(f"store={path}: {MARK} is damaged ({error}); {AGAIN}") from None
+        if mark.get("schema") != SCHEMA:
+            raise DataError(
+                f"store={path} has schema {mark.get('schema')}, this version reads {SCHEMA}; "
+                "run `cpflare prep … STORE --overwrite`"
+            )
+        for name in mark["cases"]:
+            if not (path / name / "zarr.json").is_file():
+                raise DataError(f"store={path}: case {name} is missing from it; {AGAIN}")
+        return cls(path, mark, storage or LocalStore(path, read_only=True))
+
+    def __repr__(self) -> str:
+        return f"Store({str(self.path)!r}, {len(self.cases)} cases)"
+
+    @property
+    def dataset(self) -> str:
+        """Name of the field map that the store was made with."""
+        return str(self._mark["dataset"])
+
+    @property
+    def seed(self) -> int:
+        """Seed of the rows' order."""
+        return int(self._mark["seed"])
+
+    @property
+    def field_map(self) -> dict[str, Any]:
+        """The whole field map, as `FieldMap.to_dict` gives it."""
+        return dict(self._mark["field_map"])
+
+    @property
+    def quarantined(self) -> dict[str, str]:
+        """Cases that could not be prepared, with the reason."""
+        return dict(self._mark["quarantined"])
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 over names, rows and checksums of all cases."""
+        return str(self._mark["identity"])
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows of every case."""
+        return {name: int(entry["rows"]) for name, entry in self._mark["cases"].items()}
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """Statistics over the training split."""
+        statistics = Statistics.from_dict(self._mark["statistics"])
+        if statistics.hash != self._mark["statistics_hash"]:
+            raise DataError(
+                f"store={self.path}: the statistics in {MARK} do not fit their hash; {AGAIN}"
+            )
+        return statistics
+
+    def split(self, name: str) -> tuple[str, ...]:
+        """The cases of a split."""
+        if name not in self.splits:
+            raise DataError(
+                f"split={name} is unknown to store={self.path}; it has {', '.join(self.splits)}"
+            )
+        return self.splits[name]
+
+    def case(self, name: str) -> Case:
+        """The case of that name; opened once and kept."""
+        if name not in self._mark["cases"]:
+            near = difflib.get_close_matches(name, self.cases, 1, 0)
+            hint = f"; did you mean {near[0]}?" if near else "; the store has no cases"
+            if name in self.quarantined:
+                hint = f"; it was quarantined: {self.quarantined[name]}"
+            raise DataError(f"case={name} is not in store={self.path}{hint}")
+        if name not in self._cases:
+            self._cases[name] = Case.open(self.path, name, self._storage)
+        return self._cases[name]
+
+
+@dataclass
+class Case:
+    """One surface: arrays in the store's row order, and what is known about its source.
+
+    `attrs` holds: source (path), source_size, source_checksum (SHA-256), source_association,
+    source_names (canonical name -> arrays of the source), reference (speed, rho, area, length,
+    centre), shear_sign (−1: stored is minus the traction), winding (of the source's polygons),
+    axes, length_scale, units, bounds [[low, high] an axis], closed, num_degenerate, notices,
+    checksums, moments. Unknown constants are None.
+    """
+
+    name: str
+    num_rows: int
+    association: str
+    fields: tuple[str, ...]
+    offset: NDArray[np.float64]  # [3], centre of the bounding box of the mesh's points
+    attrs: dict[str, Any]
+    _group: zarr.Group
+    _where: Path
+
+    def __post_init__(self) -> None:
+        self._arrays: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, store: Path, name: str, storage: ByteStore) -> Case:
+        """Open the group of one case (Store.case does it)."""
+        try:
+            group = zarr.open_group(storage, path=name, mode="r", zarr_format=3)
+            attrs: dict[str, Any] = dict(group.attrs)
+            return cls(
+                name,
+                int(attrs.pop("num_rows")),
+                str(attrs.pop("association")),
+                tuple(attrs.pop("fields")),
+                np.array(attrs.pop("offset"), np.float64),
+                attrs,
+                group,
+                store / name,
+            )
+        except (FileNotFoundError, KeyError, ValueError, TypeError) as error:
+            raise DataError(
+                f"case {name} of store={store} cannot be opened ({error}); delete {store / name} "
+                f"and {AGAIN}"
+            ) from error
+
+    def chunk_rows(self, field: str = "position") -> int:
+        """Rows of one inner chunk, the smallest piece that a read decodes."""
+        return int(self._array(field).chunks[0])
+
+    def read(
+        self,
+        rows: slice | None = None,
+        fields: Sequence[str] | None = None,
+        *,
+        centred: bool = False,
+    ) -> dict[str, Array]:
+        """Rows of the named fields (default: all) in stored order; only their chunks are decoded.
+
+        `position` comes back absolute in float64 [rows, 3], or with `centred` as it is stored:
+        float32, minus `offset`. Lengths, pressures and shears in the store's units.
+
+        Raises: DataError that names case, array and chunk where one is missing, damaged or holds
+            a value that is not finite.
+        """
+        start, stop, step = (rows or slice(None)).indices(self.num_rows)
+        if step != 1:
+            raise DataError(f"case {self.name}: rows={rows} has step {step}; only step 1 is read")
+        stop = max(start, stop)
+        out = {name: self._read(name, start, stop) for name in (fields or self.fields)}
+        if "position" in out and not centred:
+            out["position"] = out["position"].astype(np.float64) + self.offset
+        return out
+
+    def _array(self, name: str) -> Any:
+        if name not in self.fields:
+            raise DataError(
+                f"case {self.name} has no field {name}; it has {', '.join(self.fields)}"
+            )
+        with self._lock:
+            if name not in self._arrays:
+                try:
+                    self._arrays[name] = self._group[name]
+                except (KeyError, ValueError, TypeError) as error:
+                    raise self._damage(name, f"its metadata cannot be read ({error})") from error
+            return self._arrays[name]
+
+    def _read(self, name: str, start: int, stop: int) -> Array:
+        array = self._array(name)
+        if stop == start:
+            return np.empty((0, *array.shape[1:]), array.dtype)
+        try:
+            values: Array = array[start:stop]
+        except Exception as error:  # zarr and its codecs raise many kinds; the chunk is what counts
+            raise self._damage(
+                name, str(error), self._first_unreadable(name, start, stop)
+            ) from error
+        bad = values < 0 if name == "cell_id" else ~np.isfinite(values)
+        if bad.any():
+            row = start + int(np.argmax(bad.reshape(len(values), -1).any(axis=1)))
+            what = "a row without its number" if name == "cell_id" else "a value that is not finite"
+            raise self._damage(name, f"missing, or damaged: {what} at row {row}", row)
+        return values
+
+    def _first_unreadable(self, name: str, start: int, stop: int) -> int:
+        array, step = self._array(name), self.chunk_rows(name)
+        for low in range(start - start % step, stop, step):
+            try:
+                array[low : min(low + step, self.num_rows)]
+            except Exception:  # any failure marks this chunk as the one to name
+                return low
+        return start
+
+    def _damage(self, name: str, why: str, row: int | None = None) -> DataError:
+        where = ""
+        if row is not None:
+            array, step = self._array(name), self.chunk_rows(name)
+            shard = row // int((array.shards or array.chunks)[0])
+            low = row - row % step
+            where = (
+                f", chunk {row // step} (rows {low}-{min(low + step, self.num_rows) - 1}, file "
+                f"{'/'.join(['c', str(shard), *['0'] * (array.ndim - 1)])})"
+            )
+        why = " ".join(why.split())
+        return DataError(
+            f"case {self.name}, array {name}{where}: {why}; delete {self._where} and {AGAIN}"
+        )

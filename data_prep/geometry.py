@@ -1,0 +1,268 @@
+"""Centres, area vectors and normals of polygons from the connectivity: float64, source order.
+
+Nothing here passes a VTK filter, so row i stays cell i. Work goes in blocks of cells, grouped by
+the number of their corners, so that the temporaries stay small beside the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpflare.errors import DataError
+
+Array = NDArray[Any]
+Float64 = NDArray[np.float64]
+
+# What a cell is: only polygons and strips have an area.
+VERTEX, POLYGON, STRIP = 0, 1, 2
+BLOCK = 131_072  # cells
+DEGENERATE = 1e-14  # area over the square of the first corner's largest distance
+CLOSED = 1e-9  # |Σ A| over Σ |A|; shared corners make the sum of a closed surface vanish exactly
+
+
+@dataclass
+class Surface:
+    """A surface mesh as its file has it: any cells, in the file's order, and the arrays asked for.
+
+    PolyData's order is vertices, lines, polygons, strips.
+    """
+
+    points: Array  # [P, 3] float32 or float64
+    connectivity: Array  # [sum of corners] integer
+    offsets: Array  # [N + 1] integer: cell i has connectivity[offsets[i] : offsets[i + 1]]
+    kinds: NDArray[np.uint8] | None = None  # [N] VERTEX, POLYGON or STRIP; None: all polygons
+    arrays: dict[str, Array] = field(default_factory=dict)  # by the source's names
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of all kinds."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_points(self) -> int:
+        """Points, those that no cell uses among them."""
+        return len(self.points)
+
+    def check(self, where: str) -> None:
+        """Refuse a mesh that cannot be computed with.
+
+        Raises: DataError for no cells, no polygons, corners that do not exist, or points that are
+            not finite.
+        """
+        if self.num_cells == 0:
+            raise DataError(
+                f"{where} has no cells (it has {self.num_points} points); give a surface mesh"
+            )
+        if self.kinds is not None and not (self.kinds != VERTEX).any():
+            raise DataError(
+                f"{where} has no polygons (only {self.num_cells} vertices or lines); give a surface"
+            )
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.connectivity):
+            raise DataError(
+                f"{where}: offsets run from {self.offsets[0]} to {self.offsets[-1]}, connectivity "
+                f"has {len(self.connectivity)} entries; the file is damaged"
+            )
+        for start in range(0, self.num_cells, 8 * BLOCK):
+            steps = np.diff(self.offsets[start : start + 8 * BLOCK + 1])
+            if (steps < 0).any():
+                cell = start + int(np.argmax(steps < 0))
+                raise DataError(f"{where}: offsets decrease at cell {cell}; the file is damaged")
+        low, high = int(self.connectivity.min()), int(self.connectivity.max())
+        if low < 0 or high >= self.num_points:
+            raise DataError(
+                f"{where}: connectivity names points {low} to {high}, the file has "
+                f"{self.num_points}; it is damaged"
+            )
+        for start in range(0, self.num_points, 8 * BLOCK):
+            good = np.isfinite(self.points[start : start + 8 * BLOCK]).all(axis=1)
+            if not good.all():
+                point = start + int(np.argmin(good))
+                raise DataError(
+                    f"{where}: point {point} is {self.points[point]}; coordinates must be finite"
+                )
+
+
+@dataclass
+class Geometry:
+    """Geometry of a mesh's cells in the source's axes and units, as stored (nothing is flipped)."""
+
+    offset: Float64  # [3] centre of the bounding box of the points
+    bounds: Float64  # [3, 2]
+    centre: Float64  # [N, 3] mean of the corners, minus offset
+    area_vector: Float64  # [N, 3]
+    num_degenerate: int  # polygons without an area
+    volume: float  # ⅓ Σ c·A: positive where the polygons of a closed surface wind outward
+    closed: bool  # Σ A vanishes
+    residual: float  # |Σ A| over Σ |A|
+
+
+def bounding_box(points: Array) -> tuple[Float64, Float64]:
+    """Bounds [3, 2] and their centre [3], float64."""
+    bounds = np.stack([points.min(axis=0), points.max(axis=0)], axis=1).astype(np.float64)
+    return bounds, bounds.mean(axis=1)
+
+
+def measure(mesh: Surface) -> Geometry:
+    """Centres and area vectors of all cells; vertices, lines and degenerate polygons get area 0.
+
+    The centre is the mean of the corners (VTK's cell centre of triangles and quads). The area
+    vector is ½ Σ (v_i − v_0) × (v_{i+1} − v_0), exact for any polygon, warped ones too.
+    """
+    bounds, offset = bounding_box(mesh.points)
+    num = mesh.num_cells
+    centre = np.zeros((num, 3))
+    area_vector = np.zeros((num, 3))
+    num_degenerate = 0
+    total, magnitude, volume = np.zeros(3), 0.0, 0.0
+    for cells, corners, kind in cell_blocks(mesh):
+        width = corners.shape[1]
+        if width == 0:
+            continue
+        values = mesh.points[corners].astype(np.float64)  # [n, k, 3]
+        middle = values.sum(axis=1) / width - offset
+        centre[cells] = middle
+        if kind == VERTEX or width < 3:
+            num_degenerate += 0 if kind == VERTEX else len(corners)
+            continue
+        vectors = _strip_area(values) if kind == STRIP else _polygon_area(values)
+        sizes = np.sqrt(np.einsum("nc,nc->n", vectors, vectors))
+        if len(flat := np.flatnonzero(sizes <= DEGENERATE * _extent(values))):
+            vectors[flat], sizes[flat] = 0.0, 0.0
+            num_degenerate += len(flat)
+        area_vector[cells] = vectors
+        total += vectors.sum(axis=0)
+        magnitude += float(sizes.sum())
+        volume += float(np.einsum("nc,nc->", middle, vectors)) / 3
+    residual = float(np.linalg.norm(total)) / magnitude if magnitude > 0 else 0.0
+    return Geometry(
+        offset, bounds, centre, area_vector, num_degenerate, volume, residual <= CLOSED, residual
+    )
+
+
+def cell_blocks(mesh: Surface) -> Iterator[tuple[slice | Array, Array, int]]:
+    """Cells in blocks of equal kind and number of corners: (cells, corners [n, k], kind)."""
+    for start in range(0, mesh.num_cells, BLOCK):
+        stop = min(start + BLOCK, mesh.num_cells)
+        offsets = np.asarray(mesh.offsets[start : stop + 1], np.int64)
+        counts = np.diff(offsets)
+        kinds = None if mesh.kinds is None else mesh.kinds[start:stop]
+        if counts.min() == counts.max() and (kinds is None or kinds.min() == kinds.max()):
+            corners = mesh.connectivity[offsets[0] : offsets[-1]].reshape(len(counts), counts[0])
+            yield slice(start, stop), corners, POLYGON if kinds is None else int(kinds[0])
+            continue
+        keys = counts if kinds is None else counts * 4 + kinds
+        for key in np.unique(keys):
+            cells = np.flatnonzero(keys == key)
+            width = int(counts[cells[0]])
+            corners = mesh.connectivity[offsets[cells][:, None] + np.arange(width)]
+            yield start + cells, corners, POLYGON if kinds is None else int(kinds[cells[0]])
+
+
+def _polygon_area(values: Float64) -> Float64:
+    edges = values[:, 1:] - values[:, :1]  # [n, k - 1, 3], from the first corner
+    area: Float64 = 0.5 * _cross(edges[:, 0], edges[:, 1])
+    for i in range(1, edges.shape[1] - 1):
+        area += 0.5 * _cross(edges[:, i], edges[:, i + 1])
+    return area
+
+
+def _extent(values: Float64) -> Float64:
+    edges = values[:, 1:] - values[:, :1]
+    squares: Float64 = np.einsum("nkc,nkc->nk", edges, edges).max(axis=1)
+    return squares
+
+
+def _strip_area(values: Float64) -> Float64:
+    area = np.zeros((len(values), 3))
+    for i in range(values.shape[1] - 2):  # every second triangle of a strip runs backwards
+        triangle = _polygon_area(values[:, i : i + 3])
+        area += triangle if i % 2 == 0 else -triangle
+    return area
+
+
+def _cross(a: Float64, b: Float64) -> Float64:
+    out = np.empty_like(a)  # np.cross makes several more temporaries
+    for i, j, k in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+        np.multiply(a[:, j], b[:, k], out=out[:, i])
+        out[:, i] -= a[:, k] * b[:, j]
+    return out
+
+
+def unit_normals(area_vector: Float64, centre: Array) -> tuple[Float64, Float64]:
+    """Unit normals [N, 3] and magnitudes [N] of area vectors.
+
+    A row without an area gets the direction from the middle of the mesh (or +x): any finite unit
+    vector would do, since its weight is 0.
+    """
+    size = np.sqrt(np.einsum("nc,nc->n", area_vector, area_vector))
+    normal = area_vector / np.where(size > 0, size, 1.0)[:, None]
+    if len(flat := np.flatnonzero(size == 0)):
+        away = centre[flat].astype(np.float64)
+        length = np.linalg.norm(away, axis=1)
+        away[length == 0] = (1.0, 0.0, 0.0)
+        normal[flat] = away / np.where(length > 0, length, 1.0)[:, None]
+    return normal, size
+
+
+def dual_areas(mesh: Surface, area_vector: Float64) -> tuple[Float64, Float64]:
+    """What each point gets of its cells: vectors Σ A_f/n_f [P, 3] and areas Σ |A_f|/n_f [P].
+
+    The area is not the length of the vector: where cells around a point are not coplanar, it is
+    larger. Strips give equal shares to all their points.
+    """
+    vectors = np.zeros((3, mesh.num_points))
+    areas = np.zeros(mesh.num_points)
+    for cells, corners, kind in cell_blocks(mesh):
+        width = corners.shape[1]
+        if kind == VERTEX or width == 0:
+            continue
+        share = area_vector[cells] / width  # [n, 3]
+        size = np.sqrt(np.einsum("nc,nc->n", share, share))
+        points = corners.reshape(-1)
+        for axis in range(3):
+            np.add.at(vectors[axis], points, np.repeat(share[:, axis], width))
+        np.add.at(areas, points, np.repeat(size, width))
+    return np.ascontiguousarray(vectors.T), areas
+
+
+def average_to_cells(mesh: Surface, values: Array) -> Float64:
+    """Mean over each cell's corners of point values [P] or [P, c], float64 in cell order."""
+    out = np.zeros((mesh.num_cells, *values.shape[1:]))
+    for cells, corners, _ in cell_blocks(mesh):
+        if corners.shape[1]:
+            out[cells] = values[corners].astype(np.float64).mean(axis=1)
+    return out
+
+
+def edge_report(mesh: Surface) -> tuple[bool, bool]:
+    """(every edge has an even number of polygons, each edge is run through both ways).
+
+    Sums of hashed edges, symmetric by exclusive or and antisymmetric by addition: a closed surface
+    gives zero for the first, one without flipped cells for the second. Costs no sorting; wrong
+    with a probability of 2⁻⁶⁴. Points that stand twice in the file open the surface here.
+    """
+    even, signed = np.uint64(0), np.uint64(0)
+    with np.errstate(over="ignore"):
+        for _, corners, kind in cell_blocks(mesh):
+            if kind != POLYGON or corners.shape[1] < 2:
+                continue
+            a = corners.astype(np.uint64)
+            b = np.roll(a, -1, axis=1)
+            low, high = np.minimum(a, b), np.maximum(a, b)
+            keys = _mix(low * np.uint64(0x9E3779B97F4A7C15) ^ _mix(high))
+            keys[a == b] = 0
+            even ^= np.bitwise_xor.reduce(keys, axis=None)
+            signed += keys[a < b].sum(dtype=np.uint64) - keys[a > b].sum(dtype=np.uint64)
+    return bool(even == 0), bool(signed == 0)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble 64-bit integers (Stafford's variant 13)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

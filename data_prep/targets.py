@@ -1,0 +1,161 @@
+"""Turns a source's arrays into canonical targets: aliases, components, units, axes, other files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpflare.errors import DataError
+from data_prep.fields import CHANNELS, FieldMap, FieldSource
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which arrays make one target: names in the mesh's file, or in another file."""
+
+    target: str
+    source: FieldSource
+    names: tuple[str, ...]
+    file: Path | None
+
+
+def choose(path: Path, field_map: FieldMap, target: str, present: dict[str, list[str]]) -> Wanted:
+    """The arrays of `target` among those present, under the map's association.
+
+    Raises: DataError that names the file, the field, and what the file has instead.
+    """
+    source = field_map.fields[target]
+    if source.file:
+        other = _other_file(path, target, source)
+        names = (other.stem,) if other.suffix == ".npy" else source.names or source.components
+        return Wanted(target, source, names, other)
+    asked = field_map.association
+    names = _pick(source, present[asked])
+    if names:
+        return Wanted(target, source, names, None)
+    needed = " or ".join(source.names) or " + ".join(source.components)
+    elsewhere = "point" if asked == "cell" else "cell"
+    if found := _pick(source, present[elsewhere]):
+        raise DataError(
+            f"{path}: field {target} ({', '.join(found)}) is {elsewhere} data, the map "
+            f"{field_map.name} asks for {asked} data; set association: {elsewhere} in the map"
+        )
+    has = "; ".join(f"{k} data: {', '.join(v) or 'none'}" for k, v in present.items())
+    raise DataError(
+        f"{path}: field {target} is missing: no {asked} array {needed} (it has {has}); name it "
+        f"under fields.{target} in the map"
+    )
+
+
+def _pick(source: FieldSource, present: list[str]) -> tuple[str, ...]:
+    if source.components and set(source.components) <= set(present):
+        return source.components
+    return next(((name,) for name in source.names if name in present), ())
+
+
+def _other_file(path: Path, target: str, source: FieldSource) -> Path:
+    tried = []
+    for pattern in source.file:
+        other = path.parent / pattern.format(stem=path.stem, parent=path.parent.name)
+        if other.is_file():
+            return other
+        tried.append(str(other))
+    raise DataError(f"{path}: the file of field {target} is missing; looked for {', '.join(tried)}")
+
+
+def assemble(
+    path: Path, field_map: FieldMap, wanted: Wanted, arrays: list[Array], num_rows: int
+) -> Array:
+    """The canonical target [rows] or [rows, 3], floating, in the store's units and axes.
+
+    Raises: DataError for a wrong number of rows or components, or values that are not finite.
+    """
+    source, label = wanted.source, f"field {wanted.target} ({', '.join(wanted.names)})"
+    rows = field_map.association
+    where = wanted.file or path
+    for name, array in zip(wanted.names, arrays, strict=True):
+        if len(array) != num_rows:
+            raise DataError(
+                f"{where}: {label}: array {name} has {len(array)} values, the mesh has {num_rows} "
+                f"{rows}s; the file is damaged or of another mesh"
+            )
+    channels = CHANNELS[wanted.target]
+    if len(arrays) == channels and channels > 1:
+        values = np.stack([_flat(where, label, a) for a in arrays], axis=1)
+    else:
+        values = arrays[0]
+        if channels == 1:
+            values = _flat(where, label, values)
+        if values.shape[1:] != ((channels,) if channels > 1 else ()):
+            raise DataError(
+                f"{where}: {label} has shape {list(values.shape)}, not {channels} components"
+            )
+    if values.dtype.kind not in "fiu":
+        raise DataError(f"{where}: {label} is of type {values.dtype}; it must be numbers")
+    if values.dtype.kind != "f":
+        values = values.astype(np.float64)
+    elif values.dtype.itemsize < 4:
+        values = values.astype(np.float32)
+    good = np.isfinite(values).reshape(num_rows, -1).all(axis=1)
+    if not good.all():
+        row = int(np.argmin(good))
+        raise DataError(
+            f"{where}: {label} is not finite at {num_rows - int(good.sum())} of {num_rows} "
+            f"{rows}s, the first is {row} (value {values[row]}); repair the file or leave the case out"
+        )
+    if channels == 3 and field_map.axes != ("x", "y", "z"):
+        values = rotate(values, field_map)
+    if (source.scale, source.offset) != (1.0, 0.0):
+        values = values.astype(np.float64) * source.scale + source.offset
+    return values
+
+
+def _flat(where: Path, label: str, values: Array) -> Array:
+    if values.ndim == 2 and values.shape[1] == 1:
+        return values[:, 0]
+    if values.ndim != 1:
+        raise DataError(f"{where}: {label} has {values.shape[1]} components where one is needed")
+    return values
+
+
+def rotate(values: Array, field_map: FieldMap) -> Array:
+    """Vectors [rows, 3] from source to canonical axes, exact in any precision."""
+    order = ["xyz".index(axis[-1]) for axis in field_map.axes]
+    signs = np.array([-1 if axis.startswith("-") else 1 for axis in field_map.axes], values.dtype)
+    out: Array = values[:, order] * signs
+    return out
+
+
+def read_npy(wanted: Wanted, num_rows: int) -> Array:
+    """A .npy array; where it has more rows than the mesh, the pieces that the map keeps."""
+    assert wanted.file is not None
+    try:
+        values: Array = np.load(wanted.file, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise DataError(f"{wanted.file} cannot be read: {error}; copy the file again") from None
+    if len(values) != num_rows and wanted.source.rows:
+        values = np.concatenate([values[slice(*piece)] for piece in wanted.source.rows])
+    return values
+
+
+def match_nearest(path: Path, other: Path, points: Array, others: Array) -> NDArray[np.int64]:
+    """For each of `points`, the row of `others` that stands at the same place.
+
+    Raises: DataError where a point has no partner within 1e-5 of the mesh's size.
+    """
+    from scipy.spatial import cKDTree
+
+    limit = 1e-5 * float(np.linalg.norm(points.max(axis=0) - points.min(axis=0)))
+    distance, row = cKDTree(others).query(points)
+    if (far := distance > limit).any():
+        raise DataError(
+            f"{other}: {int(far.sum())} of {len(points)} points of {path} have no partner in it "
+            f"(the farthest is {distance.max():.3g} away); give the file of the same mesh"
+        )
+    return np.asarray(row, np.int64)

@@ -1,0 +1,290 @@
+"""Prepares source files into a store: one process a file, bad cases quarantined."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import multiprocessing as mp
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cpflare.data.store import MARK, natural_order
+from cpflare.data.store_writer import StoreWriter
+from cpflare.errors import DataError
+from data_prep.fields import FieldMap, load_field_map
+from data_prep.read import SUFFIXES, file_checksum, load_case
+from data_prep.splits import draw_splits, keep_present, load_splits
+
+DEFAULT_DATASET = "drivaerml"
+
+
+@dataclass
+class PrepSummary:
+    """What a run of `prepare` did."""
+
+    store: Path
+    done: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # whole from an earlier run
+    failed: dict[str, str] = field(default_factory=dict)  # quarantined, with the reason
+    notices: dict[str, list[str]] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)  # in the split file, but not in the store
+    unassigned: list[str] = field(default_factory=list)  # in the store, but in no split
+    cells: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every case was prepared; the exit status follows it."""
+        return not self.failed
+
+
+def find_cases(sources: Sequence[Path], field_map: FieldMap) -> dict[str, Path]:
+    """Names and files of all cases: files as given, folders searched by the map's patterns.
+
+    A case is called run_N if its folder is, else by the file's stem (by the folder where the map
+    says case_name: parent).
+
+    Raises: DataError for a source that does not exist, holds no case, or a name that comes twice.
+    """
+    found: dict[str, Path] = {}
+    for source in map(Path, sources):
+        if not source.exists():
+            raise DataError(f"source={source} does not exist; give a folder or surface files")
+        files = [source] if source.is_file() else _search(source, field_map)
+        if not files:
+            patterns = ", ".join(field_map.files)
+            raise DataError(
+                f"source={source} holds no case: no file like {patterns}; give its folder, or files"
+            )
+        for file in files:
+            name = case_name(file, field_map)
+            if name in found and found[name].resolve() != file.resolve():
+                raise DataError(
+                    f"case {name} comes twice: {found[name]} and {file}; leave one out or rename it"
+                )
+            found[name] = file
+    return {name: found[name] for name in natural_order(found)}
+
+
+def _search(folder: Path, field_map: FieldMap) -> list[Path]:
+    for patterns in (field_map.files, ("*.vtp", "*.vtu", "*.vtk")):
+        files = {p for pattern in patterns for p in folder.rglob(pattern) if p.is_file()}
+        if files:
+            return sorted(p for p in files if p.suffix.lower() in SUFFIXES)
+    return []
+
+
+def case_name(file: Path, field_map: FieldMap) -> str:
+    """The name of the case that a file holds."""
+    parent = file.resolve().parent.name
+    is_run = parent.startswith("run_") and parent[4:].isdigit()
+    name = parent if is_run or field_map.case_name == "parent" else file.stem
+    if name.startswith(".") or name in (MARK, "zarr.json"):
+        raise DataError(f"{file}: a case cannot be called {name}; rename the file")
+    return name
+
+
+def prepare(
+    sources: Sequence[Path],
+    store: Path,
+    *,
+    dataset: str | None = None,
+    field_map: Path | None = None,
+    splits: Path | None = None,
+    split_seed: int = 0,
+    workers: int = 1,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> PrepSummary:
+    """Convert all cases of `sources` into `store`; cases that are there already are kept.
+
+    `seed` draws the order of the rows; `workers` processes convert one file each at a time. A case
+    that fails is left out, with its reason in the summary. The completion mark comes last: a store
+    whose preparation was stopped is refused by training, and the next call mends it.
+
+    Raises: DataError, ConfigError for what concerns all cases: sources, map, splits, the store.
+    """
+    started = time.monotonic()
+    if dataset is not None and field_map is not None:
+        raise DataError(f"dataset={dataset} and map={field_map} are both given; give one of them")
+    if workers < 1:
+        raise DataError(f"workers={workers}; give at least 1")
+    mapping = load_field_map(field_map if field_map is not None else dataset or DEFAULT_DATASET)
+    cases = find_cases([Path(s) for s in sources], mapping)
+    listed = load_splits(splits) if splits is not None else None
+    store = Path(store)
+    writer = StoreWriter(store, mapping.name, mapping.to_dict(), seed)
+    summary = PrepSummary(store)
+    if overwrite:
+        _refuse_foreign(writer)
+        writer.clear()
+    writer.check()
+    store.mkdir(parents=True, exist_ok=True)
+    with _locked(store):
+        whole = writer.whole_cases()
+        todo = {}
+        for name, path in cases.items():
+            if name in whole and whole[name]["source_size"] == path.stat().st_size:
+                summary.skipped.append(name)
+            else:
+                whole.pop(name, None)
+                todo[name] = path
+        if todo or not (store / MARK).exists():
+            writer.begin()
+        for name, outcome in _convert_all(writer, todo, mapping, workers):
+            if isinstance(outcome, str):
+                summary.failed[name] = outcome
+            else:
+                summary.done.append(name)
+                summary.cells += int(outcome["num_rows"])
+                whole[name] = outcome
+                if outcome["notices"]:
+                    summary.notices[name] = outcome["notices"]
+        summary.done = natural_order(summary.done)
+        if whole:
+            where = str(splits) if splits is not None else f"--split-seed {split_seed}"
+            chosen = listed or draw_splits({*cases, *whole}, split_seed)
+            kept, absent, summary.unassigned = keep_present(chosen, whole, where)
+            summary.absent = [n for n in absent if n not in summary.failed]
+            writer.finish(whole, kept, summary.failed)
+    summary.seconds = time.monotonic() - started
+    return summary
+
+
+def _refuse_foreign(writer: StoreWriter) -> None:
+    """--overwrite deletes stores, and nothing else."""
+    path = writer.path
+    if path.exists() and any(path.iterdir()):
+        text = (path / "zarr.json").read_text() if (path / "zarr.json").is_file() else ""
+        if "cpflare_schema" not in text:
+            raise DataError(f"store={path} exists and is no cpflare store; it is not overwritten")
+
+
+@contextmanager
+def _locked(store: Path) -> Iterator[None]:
+    """Keep a second preparation off the store: two writers on one shard lose data silently."""
+    with (store / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"store={store} is being prepared by another process; wait for it to end"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise  # some network file systems have no locks: there the user must take care
+        yield
+
+
+Outcome = dict[str, Any] | str  # a case's attributes, or why it failed
+
+
+def _convert_all(
+    writer: StoreWriter, todo: dict[str, Path], field_map: FieldMap, workers: int
+) -> Iterator[tuple[str, Outcome]]:
+    """Convert cases and show progress: in this process for one worker, else a process a file."""
+    started, cells = time.monotonic(), 0
+    run = _in_processes if workers > 1 and len(todo) > 1 else _in_turn
+    sizes = {name: path.stat().st_size for name, path in todo.items()}
+    with tqdm(
+        total=sum(sizes.values()), unit="B", unit_scale=True, desc="prep", disable=not todo
+    ) as bar:
+        for name, outcome in run(writer, todo, field_map, workers):
+            if isinstance(outcome, str):
+                bar.write(f"FAILED {name}: {outcome}")
+            else:
+                cells += int(outcome["num_rows"])
+                notes = "".join(f"; {notice}" for notice in outcome["notices"])
+                kind = {"cell": "cells", "point": "points"}[outcome["association"]]
+                bar.write(f"{name}: {outcome['num_rows']:,} {kind}{notes}")
+            rate = cells / max(time.monotonic() - started, 1e-9)
+            bar.set_postfix_str(f"{rate:,.0f} cells/s, failed {isinstance(outcome, str):d}")
+            bar.update(sizes[name])
+            yield name, outcome
+
+
+def _in_turn(
+    writer: StoreWriter, todo: dict[str, Path], field_map: FieldMap, workers: int
+) -> Iterator[tuple[str, Outcome]]:
+    for name, path in todo.items():
+        yield name, convert_case(writer, name, path, field_map)
+
+
+def _in_processes(
+    writer: StoreWriter, todo: dict[str, Path], field_map: FieldMap, workers: int
+) -> Iterator[tuple[str, Outcome]]:
+    """One spawned process a file: one that is killed fails its own case and no other."""
+    context = mp.get_context("spawn")
+    waiting = list(todo.items())[::-1]
+    running: dict[Connection, tuple[str, BaseProcess]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                name, path = waiting.pop()
+                receive, send = context.Pipe(duplex=False)
+                process: BaseProcess = context.Process(
+                    target=_work, args=(send, writer, name, path, field_map.to_dict()), daemon=True
+                )
+                process.start()
+                send.close()
+                running[receive] = (name, process)
+            for receive in wait(list(running)):
+                assert isinstance(receive, Connection)
+                name, process = running.pop(receive)
+                try:
+                    outcome: Outcome = receive.recv()
+                except EOFError:
+                    process.join()
+                    code = process.exitcode or 0
+                    how = f"signal {-code}" if code < 0 else f"status {code}"
+                    hint = " (out of memory? use fewer workers)" if code == -9 else ""
+                    outcome = f"{todo[name]}: its process ended with {how}{hint}"
+                process.join()
+                receive.close()
+                yield name, outcome
+    finally:
+        for _, process in running.values():
+            process.terminate()
+
+
+def _work(
+    send: Connection, writer: StoreWriter, name: str, path: Path, field_map: dict[str, Any]
+) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    send.send(convert_case(writer, name, path, FieldMap.from_dict(field_map)))
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed must not go on writing into the store."""
+    parent = mp.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def convert_case(writer: StoreWriter, name: str, path: Path, field_map: FieldMap) -> Outcome:
+    """Read one file and write its case; a failure comes back as its reason in one line."""
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            checksum = pool.submit(file_checksum, path)
+            case = load_case(path, field_map)
+            attrs = {**case.attrs, "source": str(path.resolve())}
+            attrs["source_checksum"] = checksum.result()
+        return writer.write_case(
+            name, case.fields, association=case.association, offset=case.offset, attrs=attrs
+        )
+    except DataError as error:
+        return str(error)
+    except Exception as error:  # whatever it is, it must not take the other cases down
+        return f"{path}: {type(error).__name__}: {' '.join(str(error).split())}"
