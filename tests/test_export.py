@@ -257,6 +257,12 @@ def test_predictions_under_another_map_are_refused(tmp_path):
             read_predictions(path, WINDSOR)
 
 
+def test_a_field_from_a_file_of_bare_numbers_is_written_under_its_canonical_name():
+    assert source_field({"fields": {"pressure": {"file": ["press.npy"]}}}, "pressure").names == (
+        "pressure",
+    )
+
+
 def test_bad_maps_are_named():
     with pytest.raises(DataError, match=r"no entry fields\.pressure"):
         source_field({"fields": {}}, "pressure")

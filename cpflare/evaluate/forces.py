@@ -119,9 +119,11 @@ class ForceSums:
                 f"forces need one row a cell: position {arm.shape}, area_vector {outward.shape}, "
                 f"area {weight.shape}, pressure {p.shape}"
             )
-        force = -p[:, None] * outward  # [n, 3]
-        self.sums[0] += force.sum(axis=0)
-        self.sums[2] += np.cross(arm, force).sum(axis=0)
+        # A value that is not finite makes the sums so, too; the metrics name it.
+        with np.errstate(over="ignore", invalid="ignore"):
+            force = -p[:, None] * outward  # [n, 3]
+            self.sums[0] += force.sum(axis=0)
+            self.sums[2] += np.cross(arm, force).sum(axis=0)
         if self.shear_sign == 0:
             return
         if wall_shear is None:
@@ -129,9 +131,10 @@ class ForceSums:
         tau = np.asarray(wall_shear, dtype=np.float64)  # [n, 3]
         if tau.shape != (num_rows, 3):
             raise DataError(f"wall_shear has shape {tau.shape}; forces need ({num_rows}, 3)")
-        force = self.shear_sign * tau * weight[:, None]  # [n, 3]
-        self.sums[1] += force.sum(axis=0)
-        self.sums[3] += np.cross(arm, force).sum(axis=0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            force = self.shear_sign * tau * weight[:, None]  # [n, 3]
+            self.sums[1] += force.sum(axis=0)
+            self.sums[3] += np.cross(arm, force).sum(axis=0)
 
     def merge(self, other: ForceSums) -> None:
         """Add the sums of another chunk or rank."""

@@ -80,6 +80,8 @@ def source_field(
             raise DataError(f"field map, fields.{name}.components is {names}; it needs three names")
     elif aliases:
         names = (next((alias for alias in aliases if alias in present), aliases[0]),)
+    elif entry.get("file"):
+        names = (name,)  # read from a file of bare numbers, so the source has no name for it
     else:
         raise DataError(f"field map, fields.{name} names no array; set `names` or `components`")
     scale = float(entry.get("scale", 1.0))

@@ -1,0 +1,232 @@
+"""Scores written predictions against a store: metrics and forces of every case, metrics.json."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpflare.data.store import Case, Store
+from cpflare.errors import DataError
+from cpflare.evaluate.export import prediction_files, read_predictions
+from cpflare.evaluate.files import written_aside
+from cpflare.evaluate.forces import ForceSums, Reference, coefficients
+from cpflare.evaluate.metrics import FieldSums, mean_over_cases, r2_score
+from cpflare.evaluate.source_units import VECTOR_FIELDS
+
+Array = NDArray[Any]
+
+_log = logging.getLogger(__name__)
+
+# Rows held at a time: about a shard, so that a shard is decoded once.
+_CHUNK_ROWS = 1 << 20
+
+
+def evaluate_predictions(
+    out: Path, store: Store, *, cases: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Compare the predictions under `out` with the store's truth and write `out/metrics.json`.
+
+    `cases` defaults to every predicted case that the store knows.  Returns what is written:
+    `{"cases": {case: {field: {metric: value}, "forces": {"Cd": {"pred", "true"}, …}}}, "mean":
+    {field: {metric: value}}, "forces": {"Cd": {"mae", "r2"}, …}, "units": …, "notices": […]}`,
+    with fields in physical units (the store's) and "forces" at the top from two cases on.
+
+    Raises:
+        DataError: no predictions, a case without truth, rows that are not those of the store, or a
+            denominator of zero.
+        NonFiniteError: a prediction is NaN or infinite.
+    """
+    out = Path(out)
+    notices: list[str] = []
+    files = prediction_files(out, cases)
+    unknown = [case for case in files if case not in store.cases]
+    if cases is None and unknown:
+        files = {case: path for case, path in files.items() if case in store.cases}
+        if not files:
+            raise DataError(
+                f"none of the predictions in {out} ({', '.join(unknown)}) is a case of the store, "
+                f"which has {', '.join(store.cases)}; give the store they were made from"
+            )
+        notices.append(f"not in the store, so not evaluated: {', '.join(unknown)}")
+    results: dict[str, dict[str, Any]] = {}
+    units: dict[str, str] = {}
+    for case, path in files.items():
+        opened = store.case(case)
+        predictions = read_predictions(path, store.field_map)
+        results[case] = evaluate_stored_case(case, predictions, opened, notices)
+        units |= opened.attrs.get("units") or {}
+    seen = [case for case in results if case in store.splits.get("train", ())]
+    if seen:
+        notices.append(f"in the store's split 'train', so perhaps seen: {', '.join(seen)}")
+    metrics = {
+        "cases": results,
+        "mean": _mean(results),
+        "forces": _force_scores(results, notices),
+        "units": units,
+        "notices": notices,
+    }
+    for notice in notices:
+        _log.warning("%s", notice)
+    with written_aside(out / "metrics.json") as aside:
+        aside.write_text(json.dumps(metrics, indent=2, allow_nan=False) + "\n")
+    return metrics
+
+
+def evaluate_stored_case(
+    case: str, predictions: Mapping[str, Array], stored: Case, notices: list[str]
+) -> dict[str, Any]:
+    """Return one case's metrics and forces; `predictions` are in source order, store units.
+
+    The store's rows are shuffled: row i is source row `cell_id[i]`, which is where its prediction
+    is looked up, a shard of rows at a time.
+    """
+    names = tuple(name for name in predictions if name in stored.fields)
+    if not names:
+        raise DataError(
+            f"case '{case}': the store has no truth for {', '.join(predictions)}; prepare it from "
+            "sources with fields"
+        )
+    for name in names:
+        shape = (stored.num_rows, 3) if name in VECTOR_FIELDS else (stored.num_rows,)
+        if predictions[name].shape != shape:
+            raise DataError(
+                f"case '{case}', field '{name}': the prediction has shape "
+                f"{predictions[name].shape}, and the store's case needs {shape}; predict from the "
+                "mesh that the store was made from"
+            )
+    reference, shear_sign = _force_setup(case, names, stored, notices)
+    sums = FieldSums(names)
+    forces = [ForceSums(reference.centre, shear_sign) for _ in range(2)] if reference else []
+    wanted = ["cell_id", "area", *(["position", "area_vector"] if forces else []), *names]
+    counted = np.zeros(stored.num_rows, dtype=bool)
+    for start in range(0, max(stored.num_rows, 1), _CHUNK_ROWS):
+        truth = stored.read(slice(start, min(start + _CHUNK_ROWS, stored.num_rows)), wanted)
+        rows = truth["cell_id"]
+        if len(rows) and (rows.min() < 0 or rows.max() >= stored.num_rows or counted[rows].any()):
+            raise DataError(
+                f"case '{case}': cell_id of the store is no permutation of its {stored.num_rows} "
+                "rows; run `cpflare inspect STORE --verify`"
+            )
+        counted[rows] = True
+        predicted = {name: predictions[name][rows] for name in names}
+        sums.add(predicted, truth, truth["area"])
+        for total, fields in zip(forces, (predicted, truth), strict=False):
+            total.add(
+                truth["position"],
+                truth["area_vector"],
+                truth["area"],
+                fields["pressure"],
+                fields.get("wall_shear"),
+            )
+    result: dict[str, Any] = dict(sums.metrics(case))
+    result["forces"] = {}
+    if reference is not None:
+        pred, true = (coefficients(total, reference) for total in forces)
+        suffix = "" if shear_sign else "_pressure"  # only part of the force: the name says so
+        result["forces"] = {
+            name + suffix: {"pred": pred[name], "true": true[name]} for name in pred
+        }
+    return result
+
+
+def _force_setup(
+    case: str, names: Sequence[str], stored: Case, notices: list[str]
+) -> tuple[Reference | None, int]:
+    """Say which forces this case allows; what is left out is noted, never guessed."""
+    attrs = stored.attrs
+    constants = {key: attrs.get(key) for key in ("speed", "rho")}
+    constants |= {key: attrs.get(f"reference_{key}") for key in ("area", "length", "centre")}
+    missing = [key for key in ("speed", "rho", "area") if constants[key] is None]
+    if "pressure" not in names:
+        notices.append(f"{case}: no forces, because pressure is not predicted")
+        return None, 0
+    if missing:
+        notices.append(f"{case}: no forces, because the store knows no {', '.join(missing)}")
+        return None, 0
+    reference = Reference.from_mapping(case, constants)
+    shear_sign = attrs.get("shear_sign")
+    if "wall_shear" not in names:
+        notices.append(f"{case}: forces from pressure alone, because wall_shear is not predicted")
+        return reference, 0
+    if shear_sign not in (-1, 1):
+        notices.append(f"{case}: forces from pressure alone, because the shear's sign is unknown")
+        return reference, 0
+    return reference, int(shear_sign)
+
+
+def _mean(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    fields = [
+        {name: values for name, values in result.items() if name != "forces"}
+        for result in results.values()
+    ]
+    if len({tuple(sorted(entry)) for entry in fields}) > 1:
+        held = {case: sorted(set(result) - {"forces"}) for case, result in results.items()}
+        raise DataError(f"the cases predict different fields ({held}); predict them alike")
+    return mean_over_cases(fields)
+
+
+def _force_scores(
+    results: Mapping[str, Mapping[str, Any]], notices: list[str]
+) -> dict[str, dict[str, float | None]]:
+    """Mean absolute error and R² of each coefficient over the cases that have it."""
+    scores: dict[str, dict[str, float | None]] = {}
+    names = dict.fromkeys(name for result in results.values() for name in result["forces"])
+    for name in names:
+        pairs = [result["forces"][name] for result in results.values() if name in result["forces"]]
+        if len(pairs) < 2:
+            continue
+        pred, true = ([pair[side] for pair in pairs] for side in ("pred", "true"))
+        error = np.abs(np.subtract(pred, true, dtype=np.float64))
+        scores[name] = {"mae": float(error.mean()), "r2": r2_score(pred, true)}
+        if scores[name]["r2"] is None:
+            notices.append(f"R² of {name} is undefined: its true value is the same in all cases")
+    return scores
+
+
+def format_metrics(metrics: Mapping[str, Any]) -> str:
+    """Return the metrics as text tables for a terminal; `print` it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=110, force_terminal=False)
+    units = metrics.get("units") or {}
+    tables = []
+    for field in metrics["mean"]:
+        unit = units.get(field, "store units")
+        table = Table(title=f"{field} (mae and rmse in {unit}), over all cells")
+        table.add_column("case")
+        for metric in metrics["mean"][field]:
+            table.add_column(metric, justify="right")
+        for case, result in metrics["cases"].items():
+            table.add_row(case, *(f"{value:.4g}" for value in result[field].values()))
+        table.add_section()
+        table.add_row("mean", *(f"{value:.4g}" for value in metrics["mean"][field].values()))
+        tables.append(table)
+    names = dict.fromkeys(name for r in metrics["cases"].values() for name in r["forces"])
+    if names:
+        table = Table(title="force coefficients, predicted / true")
+        table.add_column("case")
+        for name in names:
+            table.add_column(name, justify="right")
+        for case, result in metrics["cases"].items():
+            pairs = (result["forces"].get(name) for name in names)
+            table.add_row(case, *(f"{p['pred']:.4f} / {p['true']:.4f}" if p else "" for p in pairs))
+        scores = metrics.get("forces") or {}
+        if scores:
+            table.add_section()
+            for key, title in (("mae", "mean abs. error"), ("r2", "R²")):
+                values = ((scores.get(name) or {}).get(key) for name in names)
+                table.add_row(title, *("" if v is None else f"{v:.4f}" for v in values))
+        tables.append(table)
+    with console.capture() as captured:
+        for table in tables:
+            console.print(table)
+        for notice in metrics.get("notices") or ():
+            console.print(f"note: {notice}", markup=False, highlight=False)
+    return captured.get().rstrip()
