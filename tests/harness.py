@@ -1,4 +1,4 @@
-"""Real ranks for tests: a pool of worker processes that run a function as the ranks of a gloo group.
+"""Real ranks for tests: a pool of processes that run a function as the ranks of a gloo group.
 
 Workers are spawned once and kept over the test session, since importing torch takes seconds; every
 call gets a fresh process group through a file, so that no port is needed. A rank that fails or
@@ -24,6 +24,9 @@ import torch.distributed as dist
 
 _GRACE_S = 5.0
 """How long the other ranks may go on once one has failed: time for their own tracebacks."""
+
+_POOL_SIZE = 4
+"""Workers started at the first call; no test of this suite needs more."""
 
 _START_S = 120.0
 """How long a worker may take to import torch on a busy machine."""
@@ -71,8 +74,9 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
         return float("inf")
     if expected.numel() == 0:
         return 0.0
-    difference = (found.double() - expected.double()).abs().max()
-    size = expected.double().abs().max()
+    found, expected = found.detach().double(), expected.detach().double()
+    difference = (found - expected).abs().max()
+    size = expected.abs().max()
     error = float(difference if size == 0 else difference / size)
     return error if error == error else float("inf")
 
@@ -88,12 +92,16 @@ class _Worker:
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
+        self.ready = False
         theirs.close()
 
     def wait_ready(self) -> None:
+        if self.ready:
+            return
         if not self.connection.poll(_START_S):
             raise RuntimeError(f"a worker process did not start within {_START_S:.0f} s")
         self.connection.recv_bytes()
+        self.ready = True
 
     def kill(self) -> None:
         self.process.kill()
@@ -106,9 +114,10 @@ class _Pool:
         self.workers: list[_Worker] = []
 
     def take(self, count: int) -> list[_Worker]:
-        fresh = [_Worker() for _ in range(count - len(self.workers))]
-        self.workers += fresh
-        for worker in fresh:
+        # All start side by side: one after another they would take several times as long.
+        missing = max(count, _POOL_SIZE) - len(self.workers)
+        self.workers += [_Worker() for _ in range(missing)]
+        for worker in self.workers[:count]:
             worker.wait_ready()
         return self.workers[:count]
 
