@@ -1,19 +1,19 @@
 """Weights of the published FLARE and FLARE++ code, loaded by a documented map of their names.
 
-| published                                   | here                                                    |
-|---------------------------------------------|---------------------------------------------------------|
-| in_proj.fc1, .fcs.J, .fc2                   | in_proj.fc1, .layers.J, .fc2                            |
-| out_proj.0                                  | out_norm                                                |
-| out_proj.1.fc1, .fcs.J, .fc2                | out_proj.fc1, .layers.J, .fc2                           |
-| blocks.I.norm1, norm2, ffn.fc1, ffn.fc2     | the same                                                |
-| blocks.I.mixer.latent_q0                    | blocks.I.mixer.seed_queries                 (FLARE++)   |
-| blocks.I.mixer.latent_q_fixed               | blocks.I.mixer.reference_queries            (FLARE++)   |
-| blocks.I.mixer.gate_logit                   | blocks.I.mixer.gate_logits                  (FLARE++)   |
-| blocks.I.mixer.q0_norm, k_norm              | blocks.I.mixer.seed_norm, key_norm          (FLARE++)   |
-| blocks.I.mixer.k0_proj, v0_proj             | .synthesis_proj, .synthesis_value_proj      (FLARE++)   |
-| blocks.I.mixer.latent_q                     | blocks.I.mixer.queries                      (FLARE)     |
-| blocks.I.mixer.k_proj, v_proj, out_proj     | blocks.I.mixer.key_proj, value_proj, out_proj           |
-| blocks.I.mixer.k_proj.fc (x + Linear(x))    | blocks.I.mixer.key_proj, with the identity added        |
+| published | here |
+|---|---|
+| in_proj.fc1, .fcs.J, .fc2 | in_proj.fc1, .layers.J, .fc2 |
+| out_proj.0 | out_norm |
+| out_proj.1.fc1, .fcs.J, .fc2 | out_proj.fc1, .layers.J, .fc2 |
+| blocks.I.norm1, norm2, ffn.fc1, ffn.fc2 | the same |
+| blocks.I.mixer.latent_q0 | blocks.I.mixer.seed_queries (FLARE++) |
+| blocks.I.mixer.latent_q_fixed | blocks.I.mixer.reference_queries (FLARE++) |
+| blocks.I.mixer.gate_logit | blocks.I.mixer.gate_logits (FLARE++) |
+| blocks.I.mixer.q0_norm, k_norm | blocks.I.mixer.seed_norm, key_norm (FLARE++) |
+| blocks.I.mixer.k0_proj, v0_proj | .synthesis_proj, .synthesis_value_proj (FLARE++) |
+| blocks.I.mixer.latent_q | blocks.I.mixer.queries (FLARE) |
+| blocks.I.mixer.k_proj, v_proj, out_proj | blocks.I.mixer.key_proj, value_proj, out_proj |
+| blocks.I.mixer.k_proj.fc (x + Linear(x)) | blocks.I.mixer.key_proj, with the identity added |
 
 Their options and ours: `rmsnorm` is `model.norm=rmsnorm`, `share_k0_v0=false` is
 `model.synthesis=separate`; `k_norm`, `q_fixed_norm` and `out_proj_norm` must be on and

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from cpflare.errors import CpflareError
+from cpflare.errors import CpflareError, NonFiniteError
 from cpflare.parallel.comm import Communicator
 from cpflare.parallel.topology import environment_ranks
 
@@ -29,7 +29,7 @@ def run_guarded(main: Callable[[], None], *, debug: bool = False) -> int:
     try:
         main()
         return 0
-    except AgreedError as error:
+    except (AgreedError, NonFiniteError) as error:  # of reduced values, so that all ranks have it
         if rank == 0:
             _print_error(str(error), debug)
         _linger(rank)
@@ -65,6 +65,15 @@ def agreed(comm: Communicator) -> Iterator[None]:
         if text:
             alone = comm.size > 1 and any(other != text for other in messages)
             raise AgreedError(f"[rank {rank}] {text}" if alone else text)
+
+
+@contextmanager
+def same_on_all() -> Iterator[None]:
+    """For what every rank does with the same arguments: an error inside is every rank's error."""
+    try:
+        yield
+    except CpflareError as error:
+        raise AgreedError(str(error)) from error
 
 
 def _print_error(message: str, debug: bool) -> None:

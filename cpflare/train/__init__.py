@@ -1,0 +1,1 @@
+"""Training: losses, optimiser, loop, checkpoints, and the files of a run."""

@@ -1,0 +1,218 @@
+"""The prediction job: whole cases of a store, or meshes, to files that rank 0 writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from cpflare.data.loader import ShardReader
+from cpflare.data.normalize import Normalizer
+from cpflare.data.sampler import Window
+from cpflare.data.store import Case, Store
+from cpflare.errors import DataError
+from cpflare.evaluate.export import find_source, write_npz, write_vtp
+from cpflare.evaluate.files import written_aside
+from cpflare.evaluate.forces import Reference, coefficients, integrate
+from cpflare.evaluate.interchange import check_finite
+from cpflare.evaluate.predict import gather_in_source_order, predict_shard, run_model
+from cpflare.log import show_progress
+from cpflare.models import Backbone
+from cpflare.parallel.partition import shard_bounds
+from cpflare.parallel.topology import Topology
+from cpflare.precision import weight_dtype
+
+logger = logging.getLogger("cpflare")
+
+Fields = dict[str, NDArray[Any]]
+
+
+class Mesh(Protocol):
+    """What a mesh reader returns: canonical geometry in source order, and what is known of it."""
+
+    fields: dict[str, NDArray[Any]]
+    association: str
+    offset: NDArray[np.float64]
+    attrs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A trained model on the ranks of a topology (cp = all of them), and where its files go."""
+
+    model: Backbone
+    normalizer: Normalizer
+    precision: str
+    field_map: Mapping[str, Any]
+    topology: Topology
+    out: Path
+
+    def predict_cases(
+        self, store: Store, cases: Sequence[str], source: Path | None = None
+    ) -> list[Path]:
+        """Predict whole cases of a store, one after another; returns the files (on rank 0).
+
+        Each rank reads its share of a case's rows once. A case becomes OUT/<case>.vtp on its source
+        mesh (`source` says where meshes are now, where they have moved), or OUT/<case>.npz with a
+        notice where the mesh is gone.
+
+        Communication: the model's reductions, and gathers of the predicted fields to rank 0.
+        """
+        reader = ShardReader(
+            store,
+            self.normalizer,
+            weight_dtype(self.precision),
+            self.topology.cp,
+            self.topology.cp_rank,
+        )
+        written = []
+        for name in self._progress(cases):
+            case = store.case(name)
+            window = Window(name, 0, case.num_rows, case.num_rows)
+            targets = [field for field in self.normalizer.targets if field in case.fields]
+            predicted = predict_shard(
+                self.model, reader, window, self.topology.device, self.precision
+            )
+            stored = reader.read_fields(window, ["cell_id", *targets])
+            rows = stored.pop("cell_id")
+            sizes = window.shard_sizes(self.topology.cp)
+            comm = self.topology.cp_comm
+            whole = gather_in_source_order(predicted, rows, sizes, comm)
+            truth = gather_in_source_order(stored, rows, sizes, comm)
+            if whole is not None:
+                check_finite(name, whole)
+                written.append(self._write(case, whole, truth or None, source))
+        return written
+
+    def _write(self, case: Case, fields: Fields, truth: Fields | None, source: Path | None) -> Path:
+        mesh = _source_mesh(case, source)
+        if isinstance(mesh, Path):
+            return write_vtp(
+                mesh,
+                self.out / f"{case.name}.vtp",
+                fields,
+                truth,
+                self.field_map,
+                case.association,
+                source_names=case.attrs.get("source_names"),
+            )
+        logger.warning("notice: %s; writing %s.npz", mesh, case.name)
+        return write_npz(
+            self.out / f"{case.name}.npz",
+            fields,
+            truth,
+            field_map=self.field_map,
+            association=case.association,
+        )
+
+    def predict_meshes(
+        self,
+        meshes: Sequence[Path],
+        read_mesh: Callable[[Path], Mesh],
+        *,
+        ref_area: float | None = None,
+        speed: float | None = None,
+    ) -> list[Path]:
+        """Predict meshes without a store: OUT/<stem>.vtp each, and OUT/forces.json with
+        coefficients.
+
+        Every rank reads the mesh; its geometry comes from the code that prepared the training data.
+        `ref_area` [m²] and `speed` [m/s] replace the field map's reference constants.
+        """
+        stems = [path.stem for path in meshes]
+        for stem in stems:
+            if stems.count(stem) > 1:
+                raise DataError(
+                    f"two meshes are called {stem}; rename one, or predict it by itself"
+                )
+        written, forces = [], {}
+        for path in self._progress(meshes):
+            mesh = read_mesh(path)
+            fields = self._predict_mesh(mesh)
+            if fields is None:
+                continue
+            for notice in mesh.attrs.get("notices", []):
+                logger.warning("notice: %s: %s", path, notice)
+            check_finite(path.stem, fields)
+            out = self.out / f"{path.stem}.vtp"
+            written.append(write_vtp(path, out, fields, None, self.field_map, mesh.association))
+            forces[path.stem] = self._forces(path.stem, mesh, fields, ref_area, speed)
+        if self.topology.rank == 0:
+            with written_aside(self.out / "forces.json") as aside:
+                aside.write_text(json.dumps(forces, indent=2) + "\n")
+        return written
+
+    def _predict_mesh(self, mesh: Mesh) -> Fields | None:
+        num_rows = len(mesh.fields["position"])
+        first, last = shard_bounds(num_rows, self.topology.cp, self.topology.cp_rank)
+        shard = {name: values[first:last] for name, values in mesh.fields.items()}
+        shard["position"] = shard["position"] - mesh.offset
+        dtype = weight_dtype(self.precision)
+        inputs = self.normalizer.encode_inputs(shard, mesh.offset, dtype)
+        outputs = run_model(self.model, inputs, self.topology.device, self.precision)
+        bounds = [shard_bounds(num_rows, self.topology.cp, r) for r in range(self.topology.cp)]
+        return gather_in_source_order(
+            self.normalizer.decode_targets(outputs),
+            np.arange(first, last),
+            [stop - start for start, stop in bounds],
+            self.topology.cp_comm,
+        )
+
+    def _forces(
+        self, name: str, mesh: Mesh, fields: Fields, ref_area: float | None, speed: float | None
+    ) -> dict[str, float] | None:
+        """Coefficients of a predicted mesh, or None with a notice where the constants are unknown."""
+        constants = dict(self.field_map.get("reference") or {})
+        constants |= {"area": ref_area} if ref_area is not None else {}
+        constants |= {"speed": speed} if speed is not None else {}
+        sign = mesh.attrs.get("shear_sign", self.field_map.get("shear_sign"))
+        if not isinstance(sign, int) or "pressure" not in fields or "wall_shear" not in fields:
+            logger.warning("notice: %s: no forces without pressure, wall shear and its sign", name)
+            return None
+        if any(constants.get(key) is None for key in ("speed", "rho", "area")):
+            logger.warning(
+                "notice: %s: no force coefficients without reference constants; give --ref-area "
+                "and --speed",
+                name,
+            )
+            return None
+        reference = Reference.from_mapping(name, constants)
+        sums = integrate({**mesh.fields, **fields}, shear_sign=sign, centre=reference.centre)
+        return coefficients(sums, reference)
+
+    def _progress(self, items: Sequence[Any]) -> Any:
+        return tqdm(items, disable=not show_progress(self.topology.rank), unit="case")
+
+
+def _source_mesh(case: Case, source: Path | None) -> Path | str:
+    """The case's mesh, or why there is none. A mesh that has changed since is an error."""
+    if source is not None:
+        path = find_source(source, case.name)
+    else:
+        path = Path(case.attrs["source"])
+        if not path.is_file():
+            return f"the mesh {path} of case {case.name} is gone (--source says where it is now)"
+    size, checksum = case.attrs.get("source_size"), case.attrs.get("source_checksum")
+    if size is not None and path.stat().st_size != size:
+        changed = f"{path.stat().st_size} bytes where it had {size}"
+    elif checksum is not None and _sha256(path) != checksum:
+        changed = "another checksum"
+    else:
+        return path
+    raise DataError(
+        f"mesh {path} of case {case.name} has changed since it was prepared ({changed}); prepare "
+        "the store again or give the original with --source"
+    )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,282 @@
+"""Pictures: a predicted surface beside the truth and the error, and coefficient parity plots."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpflare.errors import DataError
+from cpflare.report.curves import GRID, INK, MUTED, SERIES, new_axes, to_svg
+
+Array = NDArray[Any]
+
+# Where the eye stands, in canonical axes (x downstream, y lateral, z up), seen from the body.
+_VIEWS = {"front": (-1.0, -0.9, 0.55), "rear": (1.0, -0.9, 0.55)}
+_DESCRIPTION = "cpflare_description"  # field data of a written prediction
+
+
+def render_comparison(vtp: Path, array: str | Sequence[str], png: Path) -> None:
+    """Draw truth, prediction and error of a written prediction, from the front and the rear.
+
+    `array` is the source's name of a field, or three names of a vector in components.  Truth and
+    prediction share one colour scale (the truth's 0.5 to 99.5 percentiles), the error of a scalar
+    has a symmetric one; vectors are shown as magnitudes, and their error as the magnitude of the
+    difference.
+
+    Raises:
+        DataError: the file cannot be read, or lacks the truth, prediction or error of `array`.
+    """
+    import matplotlib
+    import pyvista as pv
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    vtp, png = Path(vtp), Path(png)
+    names = (array,) if isinstance(array, str) else tuple(array)
+    mesh = _read(vtp)
+    description = _describe(mesh)
+    truth, prediction, error, is_vector = _columns(vtp, mesh, names)
+    low, high = np.percentile(truth, [0.5, 99.5])
+    bound = float(np.percentile(np.abs(error), 99.5)) or 1.0
+    norm = Normalize(float(low), float(high) if high > low else float(low) + 1.0)
+    error_norm = Normalize(0.0 if is_vector else -bound, bound)
+    error_map = "magma_r" if is_vector else "RdBu_r"
+    panels = (
+        ("Truth", truth, norm, "viridis"),
+        ("Prediction", prediction, norm, "viridis"),
+        ("Error" if is_vector else "Error (prediction − truth)", error, error_norm, error_map),
+    )
+    axes_map = (description.get("field_map") or {}).get("axes")
+    geometry = pv.PolyData()
+    geometry.CopyStructure(mesh)
+    on_cells = len(truth) == mesh.n_cells and names[0] in mesh.cell_data
+
+    figure = Figure(figsize=(13.5, 5.6), facecolor="white")
+    grid = figure.add_gridspec(
+        3,
+        3,
+        height_ratios=(1, 1, 0.045),
+        hspace=0.02,
+        wspace=0.02,
+        left=0.015,
+        right=0.985,
+        top=0.93,
+        bottom=0.13,
+    )
+    for column, (title, values, scale, colours) in enumerate(panels):
+        images = _render(geometry, values, scale, colours, axes_map, on_cells)
+        for row, image in enumerate(images):
+            axes = figure.add_subplot(grid[row, column])
+            axes.imshow(image)
+            axes.set_axis_off()
+            if row == 0:
+                axes.set_title(title, fontsize=13)
+    label = _label(names, description, is_vector)
+    for columns, scale, colours, text in (
+        (slice(0, 2), norm, "viridis", label),
+        (2, error_norm, error_map, f"error of {label}"),
+    ):
+        inner = grid[2, columns].subgridspec(1, 3, width_ratios=(0.12, 1, 0.12))[0, 1]
+        bar = figure.colorbar(
+            ScalarMappable(scale, matplotlib.colormaps[colours]),
+            cax=figure.add_subplot(inner),
+            orientation="horizontal",
+            extend="both" if scale.vmin != 0.0 else "max",
+        )
+        bar.set_label(text, fontsize=11)
+        bar.locator = MaxNLocator(4)
+        bar.outline.set_visible(False)
+    png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png, dpi=110, format="png")
+
+
+def fields_to_draw(vtp: Path) -> dict[str, tuple[str, ...]]:
+    """Return canonical field -> source names of what a VTP holds as truth, prediction and error."""
+    mesh = _read(Path(vtp), only_names=True)
+    described = _describe(mesh).get("source_names") or {}
+    present = _array_names(mesh)
+    if not described:
+        predicted = sorted(name for name in present if name.endswith("_pred"))
+        described = {name: [name.removesuffix("_pred")] for name in predicted}
+    return {
+        name: tuple(sources)
+        for name, sources in described.items()
+        if all(
+            {source, f"{source}_pred", f"{source}_error"} <= present for source in map(str, sources)
+        )
+    }
+
+
+def _array_names(mesh: Any) -> set[str]:
+    return {*mesh.cell_data.keys(), *mesh.point_data.keys()}
+
+
+def _read(path: Path, *, only_names: bool = False) -> Any:
+    import pyvista as pv
+
+    if not path.is_file():
+        raise DataError(f"prediction {path} does not exist; run launch/predict_cp.py first")
+    try:
+        mesh = pv.read(path)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"prediction {path} cannot be read: {' '.join(str(error).split())}"
+        ) from error
+    if not isinstance(mesh, pv.PolyData) or (mesh.n_cells == 0 and not only_names):
+        raise DataError(f"prediction {path} holds no surface; predict this case again")
+    return mesh
+
+
+def _describe(mesh: Any) -> dict[str, Any]:
+    if _DESCRIPTION not in mesh.field_data:
+        return {}
+    found: dict[str, Any] = json.loads(str(mesh.field_data[_DESCRIPTION][0]))
+    return found
+
+
+def _columns(path: Path, mesh: Any, names: Sequence[str]) -> tuple[Array, Array, Array, bool]:
+    """Return truth, prediction and error as scalars [N], and whether they are magnitudes."""
+    columns = []
+    for suffix in ("", "_pred", "_error"):
+        parts = []
+        for name in names:
+            full = name + suffix
+            data = mesh.cell_data if full in mesh.cell_data else mesh.point_data
+            if full not in data:
+                raise DataError(
+                    f"prediction {path} has no array '{full}'; it holds "
+                    f"{', '.join(sorted(_array_names(mesh))) or 'none'}"
+                )
+            parts.append(np.asarray(data[full], dtype=np.float64).reshape(len(data[full]), -1))
+        columns.append(np.concatenate(parts, axis=1))
+    if columns[0].shape[1] == 1:
+        truth, prediction, error = (column[:, 0] for column in columns)
+        return truth, prediction, error, False
+    truth, prediction, error = (np.linalg.norm(column, axis=1) for column in columns)
+    return truth, prediction, error, True
+
+
+def _label(names: Sequence[str], description: Mapping[str, Any], is_vector: bool) -> str:
+    """Name the array, with its unit where the source's unit is that of the store."""
+    text = ", ".join(names)
+    if is_vector:
+        text = f"|{text}|"
+    field_map = description.get("field_map") or {}
+    for field, sources in (description.get("source_names") or {}).items():
+        entry = (field_map.get("fields") or {}).get(field) or {}
+        unit = (field_map.get("units") or {}).get(field)
+        if tuple(sources) == tuple(names) and unit and float(entry.get("scale", 1.0)) == 1.0:
+            return f"{text}  [{unit.replace('m2/s2', 'm²/s²')}]"
+    return text
+
+
+def _render(
+    geometry: Any,
+    values: Array,
+    norm: Any,
+    colours: str,
+    axes_map: Sequence[str] | None,
+    on_cells: bool,
+) -> list[Array]:
+    """Render both views of a surface coloured by `values`, cropped to the body."""
+    import pyvista as pv
+
+    mesh = geometry.copy(deep=False)
+    (mesh.cell_data if on_cells else mesh.point_data)["shown"] = values.astype(np.float32)
+    plotter: Any = pv.Plotter(off_screen=True, window_size=[1000, 620])
+    plotter.set_background("white")
+    try:
+        plotter.add_mesh(
+            mesh,
+            scalars="shown",
+            cmap=colours,
+            clim=(norm.vmin, norm.vmax),
+            show_scalar_bar=False,
+            ambient=0.35,
+            diffuse=0.7,
+            specular=0.05,
+        )
+        images = []
+        for view in _VIEWS.values():
+            plotter.view_vector(_to_source(view, axes_map), viewup=_to_source((0, 0, 1), axes_map))
+            plotter.camera.zoom(1.25)
+            images.append(_crop(np.asarray(plotter.screenshot(return_img=True))))
+    finally:
+        plotter.close()
+    return images
+
+
+def _to_source(vector: Sequence[float], axes_map: Sequence[str] | None) -> tuple[float, ...]:
+    """Turn a canonical direction into the source's axes; canonical i is axis `axes_map[i]`."""
+    out = [0.0, 0.0, 0.0]
+    for component, axis in zip(vector, axes_map or ("x", "y", "z"), strict=True):
+        out["xyz".index(axis.strip().lstrip("+-"))] = -component if "-" in axis else component
+    return tuple(out)
+
+
+def _crop(image: Array, margin: int = 12) -> Array:
+    """Cut away white borders, so that the body fills its panel."""
+    rows, columns = np.nonzero((image < 250).any(axis=2))
+    if not len(rows):
+        return image
+    return image[
+        max(0, rows.min() - margin) : rows.max() + margin,
+        max(0, columns.min() - margin) : columns.max() + margin,
+    ]
+
+
+def draw_parity(cases: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
+    """Draw predicted over true coefficient of every case as SVG; None where no case has it."""
+    pairs = {
+        case: result["forces"][name]
+        for case, result in cases.items()
+        if name in (result.get("forces") or {})
+    }
+    if not pairs:
+        return None
+    true, pred = (np.array([pair[side] for pair in pairs.values()]) for side in ("true", "pred"))
+    figure, axes = new_axes(name.replace("_", ", "), "predicted", size=(3.6, 3.4))
+    low, high = float(min(true.min(), pred.min())), float(max(true.max(), pred.max()))
+    pad = 0.12 * (high - low) or 0.1 * abs(high) or 0.1
+    limits = (low - pad, high + pad)
+    axes.plot(limits, limits, color=MUTED, linewidth=1.0, dashes=(4, 3))
+    axes.scatter(true, pred, s=28, color=SERIES[0], zorder=3, linewidths=0)
+    if len(pairs) <= 8:
+        for case, x, y in zip(pairs, true, pred, strict=True):
+            axes.annotate(
+                case, (x, y), xytext=(6, -3), textcoords="offset points", fontsize=8, color=INK
+            )
+    axes.set(xlim=limits, ylim=limits, aspect="equal")
+    axes.set_xlabel("true", fontsize=9, color=MUTED)
+    axes.spines["left"].set_visible(True)
+    axes.spines["left"].set_color(GRID)
+    axes.locator_params(nbins=5)
+    return to_svg(figure, f"Parity of {name}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Render every field of a VTP into a folder and print `{field: [names, file]}` as JSON.
+
+    A process of its own (`python -m cpflare.report.plots VTP FOLDER`), because a machine without
+    a usable OpenGL ends the process instead of raising.
+    """
+    vtp, folder = (Path(argument) for argument in arguments)
+    drawn = {}
+    for index, (field, names) in enumerate(fields_to_draw(vtp).items()):
+        png = folder / f"{vtp.stem}_{index}.png"
+        render_comparison(vtp, names, png)
+        drawn[field] = [list(names), png.name]
+    print(json.dumps(drawn))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

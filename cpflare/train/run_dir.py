@@ -1,0 +1,106 @@
+"""The files of a run: its resolved configuration, its metrics, and reading them back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cpflare.config import Config, config_from_dict
+from cpflare.data.normalize import Normalizer
+from cpflare.data.store import Store
+from cpflare.errors import DataError
+
+CONFIG, METRICS, WEIGHTS, CHECKPOINTS = (
+    "config.yaml",
+    "metrics.jsonl",
+    "model.safetensors",
+    "checkpoints",
+)
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    """RUN_DIR/config.yaml: the configuration, and what prediction needs of the data set."""
+
+    config: Config
+    normalizer: Normalizer
+    dataset: Mapping[str, Any]  # name, field_map, statistics_hash, store_identity, statistics
+
+    @property
+    def field_map(self) -> dict[str, Any]:
+        """The field map of the store that the run was trained on."""
+        return dict(self.dataset["field_map"])
+
+
+def describe_dataset(store: Store, normalizer: Normalizer) -> dict[str, Any]:
+    """The `dataset` section: field map (with winding and reference), statistics, identity."""
+    return {
+        "name": store.dataset,
+        "field_map": store.field_map,
+        "store_identity": store.identity,
+        "statistics_hash": store.statistics.hash,
+        "statistics": store.statistics.to_dict(),
+        "normalizer": normalizer.to_dict(),
+    }
+
+
+def write_config(run_dir: Path, config: Config, dataset: Mapping[str, Any]) -> None:
+    """Write RUN_DIR/config.yaml whole or not at all."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    content = {**config.to_dict(), "dataset": dict(dataset)}
+    aside = run_dir / f".{CONFIG}.partial"
+    aside.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    aside.replace(run_dir / CONFIG)
+
+
+def read_run(run_dir: Path) -> RunDescription:
+    """Read RUN_DIR/config.yaml.
+
+    Raises:
+        DataError: there is no run, or its configuration is damaged.
+    """
+    path = run_dir / CONFIG
+    if not path.is_file():
+        raise DataError(f"run {run_dir} does not exist (no {CONFIG}); train it first")
+    try:
+        content = yaml.safe_load(path.read_text())
+        dataset = content.pop("dataset")
+        normalizer = Normalizer.from_dict(dataset["normalizer"])
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+        line = " ".join(str(error).split())
+        raise DataError(f"{path} is damaged ({line}); train again or restore it") from error
+    return RunDescription(config_from_dict(content), normalizer, dataset)
+
+
+class MetricsLog:
+    """RUN_DIR/metrics.jsonl: one whole line an event, written by one process."""
+
+    def __init__(self, run_dir: Path, *, keep_up_to_step: int) -> None:
+        """Continue after `keep_up_to_step` steps: later lines of an interrupted run are dropped."""
+        self.path = run_dir / METRICS
+        kept = []
+        if keep_up_to_step > 0 and self.path.is_file():
+            for line in self.path.read_text().splitlines():
+                try:
+                    event = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # the line that the interruption cut short
+                if event.get("step", 0) <= keep_up_to_step:
+                    kept.append(line)
+        aside = run_dir / f".{METRICS}.partial"
+        aside.write_text("".join(f"{line}\n" for line in kept))
+        aside.replace(self.path)
+        self._file = self.path.open("a")
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Append one line and hand it to the operating system."""
+        self._file.write(json.dumps(event) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

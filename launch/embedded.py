@@ -1,0 +1,45 @@
+"""The embedded data set: made and prepared where it is absent, so that all runs without a download."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from cpflare.data.store import MARK
+from cpflare.errors import DataError
+
+logger = logging.getLogger("cpflare")
+
+EMBEDDED = "quickstart"
+CASES, CELLS, SEED = 64, 6000, 0
+
+
+def ensure_embedded_store(store: str | Path) -> None:
+    """Make the embedded data set beside `store` and prepare it, unless the store is there.
+
+    Raises:
+        DataError: a case could not be prepared.
+    """
+    from data_prep.synthetic import synthesise
+    from data_prep.vtp_to_zarr import prepare
+
+    store = Path(store)
+    if (store / MARK).is_file():
+        return
+    source = store.parent / "source"
+    logger.info("making the embedded data set: %d cases of about %d cells", CASES, CELLS)
+    synthesise(source, cases=CASES, cells=CELLS, seed=SEED)
+    summary = prepare(
+        [source],
+        store,
+        dataset="drivaerml",
+        field_map=None,
+        splits=None,
+        split_seed=SEED,
+        workers=1,
+        seed=SEED,
+        overwrite=False,
+    )
+    if not summary.ok:
+        case, reason = next(iter(summary.failed.items()))
+        raise DataError(f"embedded case {case} could not be prepared: {reason}")

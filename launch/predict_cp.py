@@ -1,0 +1,113 @@
+"""Predicts whole surfaces on all ranks:  torchrun --nproc_per_node=4 launch/predict_cp.py RUN …"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cpflare.config import ParallelConfig
+from cpflare.data.store import Store
+from cpflare.engine import parallelize
+from cpflare.errors import ConfigError, DataError
+from cpflare.evaluate.job import Mesh, Predictor
+from cpflare.evaluate.predict import load_weights
+from cpflare.log import set_up_logging
+from cpflare.models import build_model
+from cpflare.parallel.runtime import agreed, run_guarded, same_on_all
+from cpflare.parallel.topology import build_topology, environment_ranks, start_ranks
+from cpflare.train.run_dir import WEIGHTS, RunDescription, read_run
+from launch.arguments import Parser
+
+EXAMPLES = """\
+examples:
+  torchrun --nproc_per_node=2 launch/predict_cp.py runs/quickstart --split test --out predictions
+  torchrun --nproc_per_node=4 launch/predict_cp.py runs/full --cases run_7,run_8 --out out --source
+  /data/raw torchrun --nproc_per_node=2 launch/predict_cp.py runs/full --mesh new_car.stl --out out
+  --ref-area 2.2
+"""
+
+
+def parser() -> Parser:
+    """The command line of `predict_cp.py` and of `cpflare predict`."""
+    parser = Parser(
+        prog="predict_cp.py",
+        description="Predict every cell of whole cases in one exact pass, split over the ranks.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a finished training run")
+    parser.add_argument("--cases", help="names of cases of the store, separated by commas")
+    parser.add_argument("--split", help="all cases of a split of the store: train, val or test")
+    parser.add_argument("--mesh", type=Path, nargs="+", help="meshes without a store")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the predictions")
+    parser.add_argument("--store", type=Path, help="the store, where it is not the training's")
+    parser.add_argument("--source", type=Path, help="folder of the source meshes, if they moved")
+    parser.add_argument("--ref-area", type=float, help="reference area of --mesh in m²")
+    parser.add_argument("--speed", type=float, help="free-stream speed of --mesh in m/s")
+    return parser
+
+
+def main(argv: Sequence[str]) -> None:
+    """One rank's share of the predictions."""
+    with same_on_all():
+        options = parser().parse_args(argv)
+        if sum(value is not None for value in (options.cases, options.split, options.mesh)) != 1:
+            raise ConfigError("give one of --cases, --split and --mesh; see --help")
+    rank, world_size, _ = environment_ranks()
+    set_up_logging(rank, world_size)
+    parallel = ParallelConfig()
+    _, device = start_ranks(parallel.timeout_s)
+    topology = build_topology(parallel, device)
+    with agreed(topology.world_comm):
+        run = read_run(options.run_dir)
+        model = build_model(run.config)
+        load_weights(model, options.run_dir / WEIGHTS)
+        parallelize(model.to(device), topology.cp_comm)
+        predictor = Predictor(
+            model, run.normalizer, run.config.train.precision, run.field_map, topology, options.out
+        )
+        store, cases = (None, ()) if options.mesh else _store_and_cases(options, run)
+        if rank == 0:
+            options.out.mkdir(parents=True, exist_ok=True)
+    if store is not None:
+        written = predictor.predict_cases(store, cases, options.source)
+    else:
+        written = predictor.predict_meshes(
+            options.mesh, _mesh_reader(run), ref_area=options.ref_area, speed=options.speed
+        )
+    for path in written:
+        print(path)
+
+
+def _store_and_cases(
+    options: argparse.Namespace, run: RunDescription
+) -> tuple[Store, Sequence[str]]:
+    store = Store.open(options.store or run.config.data.store)
+    if store.field_map != run.field_map:
+        raise DataError(
+            f"store {store.path} was prepared with the field map {store.dataset}, the run with "
+            f"{run.dataset['name']}; predict with a store of the run's map"
+        )
+    cases = store.split(options.split) if options.split else tuple(options.cases.split(","))
+    for name in cases:
+        store.case(name)
+    if not cases:
+        raise DataError(f"split {options.split} of store {store.path} has no cases")
+    return store, cases
+
+
+def _mesh_reader(run: RunDescription):  # type: ignore[no-untyped-def]
+    from data_prep.fields import FieldMap
+    from data_prep.read import load_case
+
+    field_map = FieldMap.from_dict(run.field_map)
+
+    def read(path: Path) -> Mesh:
+        return load_case(path, field_map, with_targets=False)
+
+    return read
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(lambda: main(sys.argv[1:]), debug="--debug" in sys.argv))

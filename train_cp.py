@@ -1,0 +1,1 @@
+launch/train_cp.py
