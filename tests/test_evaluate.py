@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
-from test_forces import cube
+from test_forces import AHMED_CD, REAL, cube
 
 from cpflare.data.store import Store
 from cpflare.data.store_writer import StoreWriter
@@ -17,18 +18,16 @@ from cpflare.evaluate.evaluate import evaluate_predictions, format_metrics
 from cpflare.evaluate.export import write_npz, write_vtp
 from cpflare.evaluate.forces import Reference, coefficients, integrate
 from cpflare.evaluate.metrics import evaluate_case
+from data_prep.vtp_to_zarr import prepare
 
 FIELD_MAP = {
     "association": "cell",
     "fields": {"pressure": {"names": ["pMeanTrim"]}, "wall_shear": {"names": ["tau"]}},
     "axes": ["x", "y", "z"],
 }
+REFERENCE = {"speed": 2.0, "rho": 1.0, "area": 4.0, "length": 2.0, "centre": [1.0, 0.0, 0.0]}
 ATTRS = {
-    "speed": 2.0,
-    "rho": 1.0,
-    "reference_area": 4.0,
-    "reference_length": 2.0,
-    "reference_centre": [1.0, 0.0, 0.0],
+    "reference": REFERENCE,
     "shear_sign": -1,
     "units": {"pressure": "m2/s2", "wall_shear": "m2/s2"},
 }
@@ -158,9 +157,13 @@ def test_pressure_alone_gives_forces_that_say_so(scene, tmp_path):
 @pytest.mark.parametrize(
     ("change", "notice", "forces"),
     [
-        ({"speed": None}, "no forces, because the store knows no speed", set()),
+        (
+            {"reference": REFERENCE | {"speed": None}},
+            "no forces, because the store knows no speed",
+            set(),
+        ),
         ({"shear_sign": "unknown"}, "the shear's sign is unknown", {"Cd_pressure"}),
-        ({"reference_length": None}, None, {"Cd", "Cl", "Cs"}),
+        ({"reference": REFERENCE | {"length": None}}, None, {"Cd", "Cl", "Cs"}),
     ],
 )
 def test_what_is_unknown_is_left_out_with_a_notice(tmp_path, caplog, change, notice, forces):
@@ -251,3 +254,31 @@ def test_the_table_shows_every_case_and_the_notices(scene):
     ):
         assert word in text
     assert f"{metrics['mean']['pressure']['rel_l2']:.4g}" in text
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the real files are not beside the checkout")
+def test_the_mapped_ahmed_bodies_from_source_to_drag(tmp_path):
+    """Prepared, predicted perfectly, written onto their meshes and scored: the published Cd."""
+    sources = [REAL / f"ahmedml_boundary_{number}_mapped.vtp" for number in AHMED_CD]
+    prepare(sources, tmp_path / "store", dataset="ahmedml_mapped")
+    store = Store.open(tmp_path / "store")
+    for name in store.cases:
+        case = store.case(name)
+        stored = case.read(fields=["pressure", "wall_shear", "cell_id"])
+        rows = np.argsort(stored["cell_id"])
+        truth = {field: stored[field][rows] for field in ("pressure", "wall_shear")}
+        write_vtp(
+            Path(case.attrs["source"]),
+            tmp_path / "out" / f"{name}.vtp",
+            truth,
+            truth,
+            store.field_map,
+            case.association,
+            source_names=case.attrs["source_names"],
+        )
+    found = evaluate_predictions(tmp_path / "out", store)["cases"]
+    for number, drag in AHMED_CD.items():
+        result = found[f"ahmedml_boundary_{number}_mapped"]
+        assert result["forces"]["Cd"]["true"] == pytest.approx(drag, abs=5e-4)
+        assert result["forces"]["Cd"]["pred"] == result["forces"]["Cd"]["true"]
+        assert result["wall_shear"]["rel_l2"] == 0.0

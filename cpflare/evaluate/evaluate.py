@@ -140,9 +140,8 @@ def _force_setup(
 ) -> tuple[Reference | None, int]:
     """Say which forces this case allows; what is left out is noted, never guessed."""
     attrs = stored.attrs
-    constants = {key: attrs.get(key) for key in ("speed", "rho")}
-    constants |= {key: attrs.get(f"reference_{key}") for key in ("area", "length", "centre")}
-    missing = [key for key in ("speed", "rho", "area") if constants[key] is None]
+    constants = attrs.get("reference") or {}
+    missing = [key for key in ("speed", "rho", "area") if constants.get(key) is None]
     if "pressure" not in names:
         notices.append(f"{case}: no forces, because pressure is not predicted")
         return None, 0

@@ -61,7 +61,7 @@ def write_vtp(
     used: dict[str, list[str]] = {}
     for name, values in predictions.items():
         stored = source_field(field_map, name, present)
-        if source_names is not None and name in source_names:
+        if source_names is not None and source_names.get(name):
             stored = replace(stored, names=tuple(source_names[name]))
         used[name] = list(stored.names)
         arrays = {PREDICTED: stored.to_source(np.asarray(values))}
@@ -167,7 +167,11 @@ def _read_vtp(path: Path, field_map: Mapping[str, Any] | None) -> dict[str, Arra
         field_map = written["field_map"]
     if field_map is None:
         raise DataError(f"predictions {path} don't say their field map; give one with --map")
-    association = (written or {}).get("association") or field_map.get("association")
+    association = (
+        (written or {}).get("association")
+        or field_map.get("store_as")
+        or field_map.get("association")
+    )
     data = mesh.point_data if association == "point" else mesh.cell_data
     predicted = {
         name.removesuffix(PREDICTED) for name in data if name.endswith(PREDICTED)
@@ -175,7 +179,7 @@ def _read_vtp(path: Path, field_map: Mapping[str, Any] | None) -> dict[str, Arra
     found: dict[str, Array] = {}
     for name in field_map.get("fields") or {}:
         stored = source_field(field_map, name, predicted)
-        if written is not None and name in written["source_names"]:
+        if written is not None and written["source_names"].get(name):
             stored = replace(stored, names=tuple(written["source_names"][name]))
         if not predicted.issuperset(stored.names):
             continue
