@@ -1,4 +1,4 @@
-"""The embedded data set: made and prepared where it is absent, so that all runs without a download."""
+"""The embedded data set: made and prepared where it is absent, so that nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -39,11 +39,12 @@ class Moments:
         table = values.reshape(len(values), -1)
         whole: Moments | None = None
         for start in range(0, len(table), _ROWS):
-            block = table[start : start + _ROWS].astype(np.float64)  # [rows, channels]
-            mean = block.mean(axis=0)
-            low, high = block.min(axis=0), block.max(axis=0)
-            block -= mean
-            part = cls(len(block), mean, np.einsum("rc,rc->c", block, block), low, high)
+            # [channels, rows]: numpy reduces long rows several times faster than long columns
+            block = np.ascontiguousarray(table[start : start + _ROWS].T, np.float64)
+            mean = block.mean(axis=1)
+            low, high = block.min(axis=1), block.max(axis=1)
+            block -= mean[:, None]
+            part = cls(block.shape[1], mean, np.einsum("cr,cr->c", block, block), low, high)
             whole = part if whole is None else whole.merge(part)
         if whole is None:
             raise DataError("statistics of a field without rows; give at least one row")

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,11 +136,12 @@ class StoreWriter:
         association: str,
         offset: NDArray[np.float64],
         attrs: Mapping[str, Any],
+        threads: int = 1,
     ) -> dict[str, Any]:
         """Write one case; `fields` are in source order, `position` absolute in float64 [rows, 3].
 
-        Returns the case's attributes. Rows go out in the order of `row_order`, a shard at a time,
-        so the copy that is held beside `fields` is one shard of one field.
+        `threads` arrays are written at a time; the bytes do not depend on it. Returns the case's attributes. Rows go out in the order of `row_order`, a shard at a time,
+        so the copy that is held beside `fields` is one shard of a field a thread.
 
         Raises: DataError where a field has no rows, another length, or values that are not finite.
         """
@@ -159,10 +161,17 @@ class StoreWriter:
         group = zarr.create_group(storage, zarr_format=3)
         checksums: dict[str, str] = {}
         moments: dict[str, Any] = {}
-        for field in [*(f for f in fields if f != "cell_id"), "cell_id"]:
+        names = [*(f for f in fields if f != "cell_id"), "cell_id"]
+
+        def write(field: str) -> tuple[str, Moments | None]:
             values = order if field == "cell_id" else fields[field]
             shift = offset if field == "position" else None
-            checksums[field], found = _write_array(storage, name, field, values, order, shift)
+            return _write_array(storage, name, field, values, order, shift)
+
+        with ThreadPoolExecutor(threads) as pool:
+            results = list(pool.map(write, names))
+        for field, (checksum, found) in zip(names, results, strict=True):
+            checksums[field] = checksum
             if found is not None:
                 key = "position_relative" if field == "position" else field
                 moments[key] = found.to_dict()
@@ -251,9 +260,9 @@ def _write_array(
         if field == "cell_id":
             block = np.ascontiguousarray(rows, dtype)
         else:
-            picked = values[rows]
+            picked = values.take(rows, axis=0)
             if shift is not None:
-                picked = picked - shift
+                picked -= shift
             block = np.ascontiguousarray(picked, dtype)
             if not np.isfinite(block).all():
                 bad = int(rows[np.argmin(np.isfinite(block).reshape(len(block), -1).all(axis=1))])

@@ -169,7 +169,7 @@ class Predictor:
     def _forces(
         self, name: str, mesh: Mesh, fields: Fields, ref_area: float | None, speed: float | None
     ) -> dict[str, float] | None:
-        """Coefficients of a predicted mesh, or None with a notice where the constants are unknown."""
+        """Coefficients of a predicted mesh; None, with a notice, without the constants for them."""
         constants = dict(self.field_map.get("reference") or {})
         constants |= {"area": ref_area} if ref_area is not None else {}
         constants |= {"speed": speed} if speed is not None else {}

@@ -12,6 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+# torch 2.13 renamed it and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 @dataclass
 class Traffic:
     """What a rank has sent through a communicator.
@@ -76,7 +80,7 @@ class Communicator:
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size * tensor.numel(),))
         with self._counted("all_gather", tensor):
-            dist.all_gather_into_tensor(gathered, tensor.view(-1), group=self.group)
+            _all_gather(gathered, tensor.view(-1), group=self.group)
         return gathered.view(self.size, *tensor.shape)
 
     def gather_rows(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor | None:
