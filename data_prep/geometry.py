@@ -7,6 +7,7 @@ the number of their corners, so that the temporaries stay small beside the mesh.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,8 @@ Float64 = NDArray[np.float64]
 
 # What a cell is: only polygons and strips have an area.
 VERTEX, POLYGON, STRIP = 0, 1, 2
-BLOCK = 131_072  # cells
-DEGENERATE = 1e-14  # area over the square of the first corner's largest distance
+BLOCK = 32_768  # cells
+DEGENERATE = 1e-14  # area over the square of the largest distance from the first corner
 CLOSED = 1e-9  # |Σ A| over Σ |A|; shared corners make the sum of a closed surface vanish exactly
 
 
@@ -79,9 +80,9 @@ class Surface:
                 f"{self.num_points}; it is damaged"
             )
         for start in range(0, self.num_points, 8 * BLOCK):
-            good = np.isfinite(self.points[start : start + 8 * BLOCK]).all(axis=1)
+            good = np.isfinite(self.points[start : start + 8 * BLOCK])
             if not good.all():
-                point = start + int(np.argmin(good))
+                point = start + int(np.argmin(good.all(axis=1)))
                 raise DataError(
                     f"{where}: point {point} is {self.points[point]}; coordinates must be finite"
                 )
@@ -103,109 +104,145 @@ class Geometry:
 
 def bounding_box(points: Array) -> tuple[Float64, Float64]:
     """Bounds [3, 2] and their centre [3], float64."""
-    bounds = np.stack([points.min(axis=0), points.max(axis=0)], axis=1).astype(np.float64)
+    columns = [points[:, axis] for axis in range(3)]
+    bounds = np.array([[c.min(), c.max()] for c in columns], np.float64)
     return bounds, bounds.mean(axis=1)
 
 
-def measure(mesh: Surface) -> Geometry:
+def measure(mesh: Surface, *, threads: int = 1) -> Geometry:
     """Centres and area vectors of all cells; vertices, lines and degenerate polygons get area 0.
 
     The centre is the mean of the corners (VTK's cell centre of triangles and quads). The area
-    vector is ½ Σ (v_i − v_0) × (v_{i+1} − v_0), exact for any polygon, warped ones too.
+    vector is ½ Σ (v_i − v_0) × (v_{i+1} − v_0), exact for any polygon, warped ones too. The result
+    does not depend on `threads`.
     """
     bounds, offset = bounding_box(mesh.points)
-    num = mesh.num_cells
-    centre = np.zeros((num, 3))
-    area_vector = np.zeros((num, 3))
-    num_degenerate = 0
-    total, magnitude, volume = np.zeros(3), 0.0, 0.0
-    for cells, corners, kind in cell_blocks(mesh):
-        width = corners.shape[1]
-        if width == 0:
-            continue
-        values = mesh.points[corners].astype(np.float64)  # [n, k, 3]
-        middle = values.sum(axis=1) / width - offset
-        centre[cells] = middle
-        if kind == VERTEX or width < 3:
-            num_degenerate += 0 if kind == VERTEX else len(corners)
-            continue
-        vectors = _strip_area(values) if kind == STRIP else _polygon_area(values)
-        sizes = np.sqrt(np.einsum("nc,nc->n", vectors, vectors))
-        if len(flat := np.flatnonzero(sizes <= DEGENERATE * _extent(values))):
-            vectors[flat], sizes[flat] = 0.0, 0.0
-            num_degenerate += len(flat)
-        area_vector[cells] = vectors
-        total += vectors.sum(axis=0)
-        magnitude += float(sizes.sum())
-        volume += float(np.einsum("nc,nc->", middle, vectors)) / 3
-    residual = float(np.linalg.norm(total)) / magnitude if magnitude > 0 else 0.0
+    centre = np.zeros((mesh.num_cells, 3))
+    area_vector = np.zeros((mesh.num_cells, 3))
+
+    def part(start: int) -> Float64:
+        sums = np.zeros(6)  # Σ A, Σ |A|, volume, degenerate
+        for cells, corners, kind in _groups(mesh, start):
+            width = corners.shape[1]
+            if width == 0:
+                continue
+            values = _corner_points(mesh.points, corners)
+            middle = np.add.reduce(values) / width
+            middle -= offset[:, None]
+            centre[cells] = middle.T
+            if kind == VERTEX or width < 3:
+                sums[5] += 0 if kind == VERTEX else len(corners)
+                continue
+            values[1:] -= values[0]  # exact for float32 coordinates, wherever the mesh stands
+            vectors = _strip_area(values) if kind == STRIP else _polygon_area(values)
+            sizes = np.sqrt(np.einsum("cn,cn->n", vectors, vectors))
+            extent = np.maximum.reduce([np.einsum("cn,cn->n", e, e) for e in values[1:]])
+            flat = np.flatnonzero(sizes <= DEGENERATE * extent)
+            vectors[:, flat], sizes[flat] = 0.0, 0.0
+            area_vector[cells] = vectors.T
+            sums[:3] += vectors.sum(axis=1)
+            sums[3:] += sizes.sum(), np.einsum("cn,cn->", middle, vectors) / 3, len(flat)
+        return sums
+
+    with ThreadPoolExecutor(threads) as pool:  # summed in the order of the blocks
+        sums = sum(pool.map(part, range(0, mesh.num_cells, BLOCK)), np.zeros(6))
+    magnitude = float(sums[3])
+    residual = float(np.linalg.norm(sums[:3])) / magnitude if magnitude > 0 else 0.0
     return Geometry(
-        offset, bounds, centre, area_vector, num_degenerate, volume, residual <= CLOSED, residual
+        offset,
+        bounds,
+        centre,
+        area_vector,
+        int(sums[5]),
+        float(sums[4]),
+        residual <= CLOSED,
+        residual,
     )
 
 
 def cell_blocks(mesh: Surface) -> Iterator[tuple[slice | Array, Array, int]]:
     """Cells in blocks of equal kind and number of corners: (cells, corners [n, k], kind)."""
     for start in range(0, mesh.num_cells, BLOCK):
-        stop = min(start + BLOCK, mesh.num_cells)
-        offsets = np.asarray(mesh.offsets[start : stop + 1], np.int64)
-        counts = np.diff(offsets)
-        kinds = None if mesh.kinds is None else mesh.kinds[start:stop]
-        if counts.min() == counts.max() and (kinds is None or kinds.min() == kinds.max()):
-            corners = mesh.connectivity[offsets[0] : offsets[-1]].reshape(len(counts), counts[0])
-            yield slice(start, stop), corners, POLYGON if kinds is None else int(kinds[0])
-            continue
-        keys = counts if kinds is None else counts * 4 + kinds
-        for key in np.unique(keys):
-            cells = np.flatnonzero(keys == key)
-            width = int(counts[cells[0]])
-            corners = mesh.connectivity[offsets[cells][:, None] + np.arange(width)]
-            yield start + cells, corners, POLYGON if kinds is None else int(kinds[cells[0]])
+        yield from _groups(mesh, start)
+
+
+def _groups(mesh: Surface, start: int) -> Iterator[tuple[slice | Array, Array, int]]:
+    stop = min(start + BLOCK, mesh.num_cells)
+    offsets = np.asarray(mesh.offsets[start : stop + 1], np.int64)
+    counts = np.diff(offsets)
+    kinds = None if mesh.kinds is None else mesh.kinds[start:stop]
+    if counts.min() == counts.max() and (kinds is None or kinds.min() == kinds.max()):
+        corners = mesh.connectivity[offsets[0] : offsets[-1]].reshape(len(counts), counts[0])
+        yield slice(start, stop), corners, POLYGON if kinds is None else int(kinds[0])
+        return
+    keys = counts if kinds is None else counts * 4 + kinds
+    for key in np.unique(keys):
+        cells = np.flatnonzero(keys == key)
+        width = int(counts[cells[0]])
+        corners = mesh.connectivity[offsets[cells][:, None] + np.arange(width)]
+        yield start + cells, corners, POLYGON if kinds is None else int(kinds[cells[0]])
+
+
+def _corner_points(points: Array, corners: Array) -> Float64:
+    """Coordinates as [k, 3, n]: long rows are what numpy works on fastest."""
+    values = np.empty((corners.shape[1], 3, len(corners)))
+    for i in range(corners.shape[1]):
+        values[i] = points.take(corners[:, i], axis=0).T
+    return values
 
 
 def _polygon_area(values: Float64) -> Float64:
-    edges = values[:, 1:] - values[:, :1]  # [n, k - 1, 3], from the first corner
-    area: Float64 = 0.5 * _cross(edges[:, 0], edges[:, 1])
-    for i in range(1, edges.shape[1] - 1):
-        area += 0.5 * _cross(edges[:, i], edges[:, i + 1])
+    """Area vectors [3, n] of corners [k, 3, n] that are given from the first one."""
+    area = _cross(values[1], values[2])
+    for i in range(2, len(values) - 1):
+        area += _cross(values[i], values[i + 1])
+    area *= 0.5
     return area
 
 
-def _extent(values: Float64) -> Float64:
-    edges = values[:, 1:] - values[:, :1]
-    squares: Float64 = np.einsum("nkc,nkc->nk", edges, edges).max(axis=1)
-    return squares
-
-
 def _strip_area(values: Float64) -> Float64:
-    area = np.zeros((len(values), 3))
-    for i in range(values.shape[1] - 2):  # every second triangle of a strip runs backwards
-        triangle = _polygon_area(values[:, i : i + 3])
+    area = np.zeros(values.shape[1:])
+    for i in range(len(values) - 2):  # every second triangle of a strip runs backwards
+        first = values[i] if i else np.zeros_like(area)
+        triangle = 0.5 * _cross(values[i + 1] - first, values[i + 2] - first)
         area += triangle if i % 2 == 0 else -triangle
     return area
 
 
 def _cross(a: Float64, b: Float64) -> Float64:
-    out = np.empty_like(a)  # np.cross makes several more temporaries
+    out = np.empty_like(a)  # [3, n]; np.cross makes several more temporaries
     for i, j, k in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
-        np.multiply(a[:, j], b[:, k], out=out[:, i])
-        out[:, i] -= a[:, k] * b[:, j]
+        np.multiply(a[j], b[k], out=out[i])
+        out[i] -= a[k] * b[j]
     return out
 
 
-def unit_normals(area_vector: Float64, centre: Array) -> tuple[Float64, Float64]:
-    """Unit normals [N, 3] and magnitudes [N] of area vectors.
+def unit_normals(
+    area_vector: Float64, centre: Array, *, threads: int = 1
+) -> tuple[NDArray[np.float32], Float64]:
+    """Unit normals [N, 3] float32, and magnitudes [N] of area vectors.
 
-    A row without an area gets the direction from the middle of the mesh (or +x): any finite unit
-    vector would do, since its weight is 0.
+    `centre` is relative to the middle of the mesh. A row without an area gets the direction from
+    there (or +x): any finite unit vector would do, since its weight is 0.
     """
-    size = np.sqrt(np.einsum("nc,nc->n", area_vector, area_vector))
-    normal = area_vector / np.where(size > 0, size, 1.0)[:, None]
-    if len(flat := np.flatnonzero(size == 0)):
-        away = centre[flat].astype(np.float64)
-        length = np.linalg.norm(away, axis=1)
-        away[length == 0] = (1.0, 0.0, 0.0)
-        normal[flat] = away / np.where(length > 0, length, 1.0)[:, None]
+    normal = np.empty(area_vector.shape, np.float32)
+    size = np.empty(len(area_vector))
+
+    def part(start: int) -> None:
+        rows = slice(start, start + BLOCK)
+        vectors = np.ascontiguousarray(area_vector[rows].T)  # [3, n]
+        lengths = np.sqrt(np.einsum("cn,cn->n", vectors, vectors))
+        size[rows] = lengths
+        if len(flat := np.flatnonzero(lengths == 0)):
+            away = np.asarray(centre[rows][flat], np.float64).T
+            away[:, (away == 0).all(axis=0)] = np.array([[1.0], [0.0], [0.0]])
+            vectors[:, flat] = away
+            lengths[flat] = np.sqrt(np.einsum("cn,cn->n", away, away))
+        vectors /= lengths
+        normal[rows] = vectors.T
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(part, range(0, len(area_vector), BLOCK)))
     return normal, size
 
 

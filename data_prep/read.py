@@ -128,7 +128,9 @@ def _compare(
             )
 
 
-def load_case(path: str | Path, field_map: FieldMap, *, with_targets: bool = True) -> CaseData:
+def load_case(
+    path: str | Path, field_map: FieldMap, *, with_targets: bool = True, threads: int = 1
+) -> CaseData:
     """Read a surface into canonical fields; without targets the file needs no fields.
 
     A closed mesh whose polygons wind against the map is turned by what was measured; an open one
@@ -139,7 +141,7 @@ def load_case(path: str | Path, field_map: FieldMap, *, with_targets: bool = Tru
     path = Path(path)
     mesh, chosen = _read(path, field_map.association, field_map if with_targets else None)
     mesh.check(str(path))
-    geometry = measure(mesh)
+    geometry = measure(mesh, threads=threads)
     notices: list[str] = []
     outward, winding = _winding(field_map, mesh, geometry, notices)
     if geometry.num_degenerate:
@@ -168,13 +170,13 @@ def load_case(path: str | Path, field_map: FieldMap, *, with_targets: bool = Tru
     if scale != 1.0:
         position, area_vector = position * scale, area_vector * scale**2
         area = area if area is None else area * scale**2
-    normal, size = unit_normals(area_vector, position)
+    normal, size = unit_normals(area_vector, position, threads=threads)
     area = size if area is None else area
     offset = field_map.rotation @ geometry.offset * scale + 0.0
     position += offset
     fields: dict[str, Array] = {
         "position": position,
-        "normal": normal.astype(np.float32),
+        "normal": normal,
         "area": area,
         "area_vector": area_vector,
         **values,

@@ -102,12 +102,13 @@ def assemble(
         values = values.astype(np.float64)
     elif values.dtype.itemsize < 4:
         values = values.astype(np.float32)
-    good = np.isfinite(values).reshape(num_rows, -1).all(axis=1)
-    if not good.all():
+    finite = np.isfinite(values)
+    if not finite.all():
+        good = finite.reshape(num_rows, -1).all(axis=1)
         row = int(np.argmin(good))
         raise DataError(
             f"{where}: {label} is not finite at {num_rows - int(good.sum())} of {num_rows} "
-            f"{rows}s, the first is {row} (value {values[row]}); repair the file or leave the case out"
+            f"{rows}s, first {row} (value {values[row]}); repair the file or leave it out"
         )
     if channels == 3 and field_map.axes != ("x", "y", "z"):
         values = rotate(values, field_map)

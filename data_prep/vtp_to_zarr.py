@@ -218,14 +218,14 @@ def _in_turn(
     writer: StoreWriter, todo: dict[str, Path], field_map: FieldMap, workers: int
 ) -> Iterator[tuple[str, Outcome]]:
     for name, path in todo.items():
-        yield name, convert_case(writer, name, path, field_map)
+        yield name, convert_case(writer, name, path, field_map, _threads(workers))
 
 
 def _in_processes(
     writer: StoreWriter, todo: dict[str, Path], field_map: FieldMap, workers: int
 ) -> Iterator[tuple[str, Outcome]]:
     """One spawned process a file: one that is killed fails its own case and no other."""
-    context = mp.get_context("spawn")
+    context, threads = mp.get_context("spawn"), _threads(workers)
     waiting = list(todo.items())[::-1]
     running: dict[Connection, tuple[str, BaseProcess]] = {}
     try:
@@ -234,16 +234,18 @@ def _in_processes(
                 name, path = waiting.pop()
                 receive, send = context.Pipe(duplex=False)
                 process: BaseProcess = context.Process(
-                    target=_work, args=(send, writer, name, path, field_map.to_dict()), daemon=True
+                    target=_work,
+                    args=(send, writer, name, path, field_map.to_dict(), threads),
+                    daemon=True,
                 )
                 process.start()
                 send.close()
                 running[receive] = (name, process)
-            for receive in wait(list(running)):
-                assert isinstance(receive, Connection)
-                name, process = running.pop(receive)
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                name, process = running.pop(ready)
                 try:
-                    outcome: Outcome = receive.recv()
+                    outcome: Outcome = ready.recv()
                 except EOFError:
                     process.join()
                     code = process.exitcode or 0
@@ -251,7 +253,7 @@ def _in_processes(
                     hint = " (out of memory? use fewer workers)" if code == -9 else ""
                     outcome = f"{todo[name]}: its process ended with {how}{hint}"
                 process.join()
-                receive.close()
+                ready.close()
                 yield name, outcome
     finally:
         for _, process in running.values():
@@ -259,10 +261,20 @@ def _in_processes(
 
 
 def _work(
-    send: Connection, writer: StoreWriter, name: str, path: Path, field_map: dict[str, Any]
+    send: Connection,
+    writer: StoreWriter,
+    name: str,
+    path: Path,
+    field_map: dict[str, Any],
+    threads: int,
 ) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    send.send(convert_case(writer, name, path, FieldMap.from_dict(field_map)))
+    send.send(convert_case(writer, name, path, FieldMap.from_dict(field_map), threads))
+
+
+def _threads(workers: int) -> int:
+    """Threads of one worker: the processor's share, and no more than the work can use."""
+    return max(1, min(4, len(os.sched_getaffinity(0)) // workers))
 
 
 def _end_with_parent() -> None:
@@ -273,16 +285,23 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def convert_case(writer: StoreWriter, name: str, path: Path, field_map: FieldMap) -> Outcome:
+def convert_case(
+    writer: StoreWriter, name: str, path: Path, field_map: FieldMap, threads: int
+) -> Outcome:
     """Read one file and write its case; a failure comes back as its reason in one line."""
     try:
         with ThreadPoolExecutor(1) as pool:
             checksum = pool.submit(file_checksum, path)
-            case = load_case(path, field_map)
+            case = load_case(path, field_map, threads=threads)
             attrs = {**case.attrs, "source": str(path.resolve())}
             attrs["source_checksum"] = checksum.result()
         return writer.write_case(
-            name, case.fields, association=case.association, offset=case.offset, attrs=attrs
+            name,
+            case.fields,
+            association=case.association,
+            offset=case.offset,
+            attrs=attrs,
+            threads=threads,
         )
     except DataError as error:
         return str(error)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,16 @@ from zarr.storage import LocalStore
 from cpflare.data.statistics import FieldStatistics, Statistics
 from cpflare.errors import DataError
 
-__all__ = ["MARK", "SCHEMA", "Case", "FieldStatistics", "Statistics", "Store", "natural_order"]
+__all__ = [
+    "MARK",
+    "SCHEMA",
+    "Case",
+    "FieldStatistics",
+    "Statistics",
+    "Store",
+    "natural_order",
+    "store_identity",
+]
 
 SCHEMA = 1  # raise it when a store of the old kind can no longer be read
 MARK = "cpflare.json"  # written last: a store without it is incomplete
@@ -38,6 +48,12 @@ def natural_order(names: Iterable[str]) -> list[str]:
         return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts if p]
 
     return sorted(names, key=key)
+
+
+def store_identity(cases: Iterable[tuple[str, int, Mapping[str, str]]]) -> str:
+    """SHA-256 over names, rows and checksums of the arrays, in the order given."""
+    entries = [[name, rows, dict(sums)] for name, rows, sums in cases]
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 class Store:
@@ -195,6 +211,11 @@ class Case:
         """Rows of one inner chunk, the smallest piece that a read decodes."""
         return int(self._array(field).chunks[0])
 
+    def shard_rows(self, field: str = "position") -> int:
+        """Rows of one file."""
+        array = self._array(field)
+        return int((array.shards or array.chunks)[0])
+
     def read(
         self,
         rows: slice | None = None,
@@ -262,12 +283,12 @@ class Case:
         where = ""
         if row is not None:
             array, step = self._array(name), self.chunk_rows(name)
-            shard = row // int((array.shards or array.chunks)[0])
+            shard = row // self.shard_rows(name)
             low = row - row % step
-            where = (
-                f", chunk {row // step} (rows {low}-{min(low + step, self.num_rows) - 1}, file "
-                f"{'/'.join(['c', str(shard), *['0'] * (array.ndim - 1)])})"
-            )
+            file = "/".join(["c", str(shard), *["0"] * (array.ndim - 1)])
+            gone = "" if (self._where / name / file).exists() else " is missing"
+            last = min(low + step, self.num_rows) - 1
+            where = f", chunk {row // step} (rows {low}-{last}, file {file}{gone})"
         why = " ".join(why.split())
         return DataError(
             f"case {self.name}, array {name}{where}: {why}; delete {self._where} and {AGAIN}"

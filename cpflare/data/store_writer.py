@@ -19,7 +19,7 @@ from zarr.codecs import BytesCodec, Crc32cCodec
 from zarr.storage import LocalStore
 
 from cpflare.data.statistics import Moments, Statistics, case_moments
-from cpflare.data.store import MARK, SCHEMA, natural_order
+from cpflare.data.store import MARK, SCHEMA, natural_order, store_identity
 from cpflare.errors import DataError
 
 Array = NDArray[Any]
@@ -140,8 +140,9 @@ class StoreWriter:
     ) -> dict[str, Any]:
         """Write one case; `fields` are in source order, `position` absolute in float64 [rows, 3].
 
-        `threads` arrays are written at a time; the bytes do not depend on it. Returns the case's attributes. Rows go out in the order of `row_order`, a shard at a time,
-        so the copy that is held beside `fields` is one shard of a field a thread.
+        Rows go out in the order of `row_order`, a shard at a time; `threads` arrays are written at
+        once, so what is held beside `fields` is a shard of one array a thread. The bytes do not
+        depend on `threads`. Returns the case's attributes.
 
         Raises: DataError where a field has no rows, another length, or values that are not finite.
         """
@@ -203,8 +204,7 @@ class StoreWriter:
         """
         names = natural_order(cases)
         entries = {n: {"rows": cases[n]["num_rows"]} for n in names}
-        rows_and_sums = [[n, cases[n]["num_rows"], cases[n]["checksums"]] for n in names]
-        identity = hashlib.sha256(json.dumps(rows_and_sums, sort_keys=True).encode()).hexdigest()
+        identity = store_identity((n, cases[n]["num_rows"], cases[n]["checksums"]) for n in names)
         statistics = Statistics.merge(
             case_moments(cases[n]["moments"], np.array(cases[n]["offset"]))
             for n in natural_order(splits["train"])
