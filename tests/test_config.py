@@ -1,0 +1,236 @@
+"""The configuration: defaults, strict keys, types and ranges, overrides, shipped files."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import resources
+
+import pytest
+
+from cpflare.config import Config, config_from_dict, load_config
+from cpflare.errors import ConfigError
+
+SHIPPED = sorted(
+    path.name
+    for path in resources.files("cpflare.configs").iterdir()
+    if path.name.endswith(".yaml")
+)
+
+
+def test_the_defaults_are_the_published_full_surface_setting():
+    config = load_config()
+    assert (config.model.channels, config.model.heads) == (128, 8)
+    assert config.model.latents in (32, 64, 128)
+    assert config.model.blocks in (2, 4, 8, 12, 16, 20)
+    assert config.model.ffn_ratio == 2.0
+    assert config.model.gate_init == 0.25
+    assert (config.model.query, config.model.synthesis) == ("gated", "shared")
+    assert (config.train.lr, config.train.weight_decay) == (1e-3, 1e-4)
+    assert (config.train.epochs, config.train.schedule) == (500, "onecycle")
+    assert config.data.tokens == 100_000
+    assert (config.input_channels, config.target_channels) == (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("precision", "norm"),
+    [("fp32", "layernorm"), ("fp64", "layernorm"), ("bf16", "rmsnorm"), ("fp16", "rmsnorm")],
+)
+def test_the_norm_follows_the_precision_unless_it_is_set(precision, norm):
+    values = {"train": {"precision": precision}}
+    assert config_from_dict(values).model.norm == norm
+    for chosen in ("layernorm", "rmsnorm"):
+        assert config_from_dict(values | {"model": {"norm": chosen}}).model.norm == chosen
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("model.latent=3", r"model\.latents"),
+        ("modle.latents=3", r"model(\.latents)?"),
+        ("trian.lr=3", r"train(\.lr)?"),
+        ("train.warm_up=0.2", r"train\.warmup"),
+        ("lr=0.1", r"train\.lr"),
+        ("parallel.cp_=2", r"parallel\.cp"),
+        ("data.token=5", r"data\.tokens"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(override, nearest):
+    section = override.split("=")[0].split(".")[0]
+    text = rf"unknown config key '{section}\S*'; did you mean {nearest}\?"
+    with pytest.raises(ConfigError, match=text) as caught:
+        load_config(None, [override])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.channels=many",
+        "model.channels=1.5",
+        "model.channels=true",
+        "model.channels=null",
+        "model.channels=[1]",
+        "model.mixer=flare+",
+        "model.query=Gated",
+        "model.ffn_ratio=wide",
+        "data.tokens=everything",
+        "data.tokens=true",
+        "data.inputs=position",
+        "data.inputs=[1,2]",
+        "data.train_split=3",
+        "data.store=12",
+        "train.deterministic=1",
+        "train.deterministic=maybe",
+        "train.precision=fp8",
+        "train.steps=ten",
+        "train.lr=abc",
+        "model=flare",
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_key_and_value(override):
+    key, _, value = override.partition("=")
+    with pytest.raises(ConfigError, match=rf"^{key}=.* must be ") as caught:
+        load_config(None, [override])
+    assert "\n" not in str(caught.value)
+    assert value.strip("[]").split(",")[0].lower() in str(caught.value).lower().replace(
+        "none", "null"
+    )
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.channels=0",
+        "model.heads=-1",
+        "model.blocks=0",
+        "model.latents=0",
+        "model.ffn_ratio=0",
+        "model.dropout=1",
+        "model.dropout=-0.1",
+        "data.tokens=0",
+        "data.tokens=-5",
+        "data.inputs=[]",
+        "data.inputs=[position,position]",
+        "data.inputs=[pressure]",
+        "data.targets=[normal]",
+        "parallel.cp=0",
+        "parallel.dp=-2",
+        "parallel.timeout_s=0",
+        "train.steps=0",
+        "train.epochs=0",
+        "train.cases_per_step=0",
+        "train.lr=0",
+        "train.lr=-1e-3",
+        "train.lr=.nan",
+        "train.weight_decay=-1",
+        "train.clip=-1",
+        "train.warmup=1",
+        "train.ema=1",
+        "train.keep=0",
+        "train.seed=-1",
+        "train.eval_tokens=0",
+        "train.checkpoint_every=-1",
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_key(override):
+    key = override.split("=")[0]
+    with pytest.raises(ConfigError, match=rf"^{key}=.* must be ") as caught:
+        load_config(None, [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_heads_must_divide_the_channels_and_the_mend_does():
+    with pytest.raises(ConfigError, match=r"model.channels=100 .* model.heads=8") as caught:
+        load_config(None, ["model.channels=100"])
+    mend = str(caught.value).split("for example ")[1]
+    assert load_config(None, [mend]).model.channels == 104
+
+
+def test_a_file_and_overrides_the_last_of_which_wins(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "model: {mixer: flare, blocks: 3}\ntrain: {lr: 2.0e-3}\ndata: {train_split: test}\n"
+    )
+    overrides = ["model.blocks=4", "train.steps=20", "model.blocks=5", "data.tokens=all"]
+    config = load_config(path, overrides)
+    assert (config.model.mixer, config.model.blocks) == ("flare", 5)
+    assert (config.train.lr, config.train.steps) == (2e-3, 20)
+    assert config.data.tokens == "all"
+    assert config.data.train_split == "test"
+    listed = load_config(path, ["data.train_split=[run_1, run_2]", "train.steps=null"])
+    assert listed.data.train_split == ["run_1", "run_2"]
+    assert listed.train.steps is None
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [("train.lr=1e-3", 1e-3), ("train.lr=1", 1.0), ("model.ffn_ratio=4", 4.0)],
+)
+def test_numbers_may_be_written_any_way(override, value):
+    config = load_config(None, [override])
+    section, name = override.split("=")[0].split(".")
+    found = getattr(getattr(config, section), name)
+    assert found == value
+    assert type(found) is float
+
+
+@pytest.mark.parametrize("override", ["train.lr", "=3", "train.lr 3"])
+def test_an_override_that_is_none_is_refused(override):
+    with pytest.raises(ConfigError, match="is not key=value"):
+        load_config(None, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("- a\n- b\n", "is a list"),
+        ("model: [1, 2\n", "mine.yaml"),
+        ("model:\n  channels: ${nowhere.at.all}\n", "nowhere"),
+        ("3\n", "mine.yaml"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused_in_one_line(tmp_path, text, match):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=match) as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_absent_is_refused_with_the_shipped_ones():
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
+        load_config("nowhere.yaml")
+    with pytest.raises(ConfigError, match=r"elsewhere/quickstart\.yaml does not exist"):
+        load_config("elsewhere/quickstart.yaml")
+
+
+def test_what_the_design_names_is_shipped():
+    assert {"quickstart.yaml", "drivaerml_flare.yaml", "drivaerml_flarepp.yaml"} <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_file_loads_by_any_of_its_names(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(name)
+    assert config == load_config(name.removesuffix(".yaml")) == load_config(f"configs/{name}")
+    assert config != Config()
+
+
+def test_the_resolved_configuration_survives_its_file(tmp_path):
+    from omegaconf import OmegaConf
+
+    overrides = ["train.precision=bf16", "model.mixer=flare", "data.train_split=[run_1]"]
+    config = load_config(None, overrides)
+    assert config_from_dict(config.to_dict()) == config
+    path = tmp_path / "config.yaml"
+    OmegaConf.save(OmegaConf.create(config.to_dict()), path)
+    assert load_config(path) == config
+
+
+def test_every_section_is_frozen():
+    config = load_config()
+    for section in dataclasses.fields(config):
+        part = getattr(config, section.name)
+        name = dataclasses.fields(part)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, name, getattr(part, name))
