@@ -1,4 +1,4 @@
-"""The `cpflare` command: the single-process tools, and the launchers on the ranks of one machine."""
+"""The `cpflare` command: single-process tools, and the launchers on one machine's ranks."""
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ class Progress:
     best: float | None = None
     best_step: int | None = None
     best_is_sub: bool = False  # whether the best was measured on a subsample
-    overflows: int = 0  # fp16 steps skipped in a row
 
     def improve(self, score: float, is_sub: bool) -> bool:
         """Whether a score is the best so far. Subsamples and whole surfaces are not compared."""
@@ -82,6 +81,6 @@ def require_same_run(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any
     for key, value in own.items():
         if saved.get(key) != value:
             raise ConfigError(
-                f"checkpoint {path} was made with {key}={saved.get(key)}, this run has {value}; set "
-                "it back, or start anew with train.resume=never"
+                f"checkpoint {path} was made with {key}={saved.get(key)}, this run has {value}; "
+                "set it back, or start anew with train.resume=never"
             )

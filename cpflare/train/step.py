@@ -1,0 +1,175 @@
+"""One optimiser step: forward and backward of the step's cases, the sum over ranks, the update."""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpflare.config import Config
+from cpflare.data.loader import Sample, Step
+from cpflare.engine import parallelize
+from cpflare.errors import NonFiniteError
+from cpflare.models import build_model
+from cpflare.parallel.grad_sync import sum_gradients
+from cpflare.parallel.topology import Topology
+from cpflare.precision import autocast, weight_dtype
+from cpflare.train.loss import case_loss
+from cpflare.train.optim import MovingAverage, build_optimizer, build_schedule
+
+logger = logging.getLogger("cpflare")
+
+_OVERFLOWS_IN_A_ROW = 50
+"""fp16 steps that may overflow one after another, while the loss scale is falling, before it is an
+error: from 2^16 to 1 the scale halves 16 times."""
+
+
+class Learner:
+    """The model and all that an optimiser step changes; equal on every rank after every step."""
+
+    def __init__(
+        self, config: Config, topology: Topology, *, cases_per_step: int, total_steps: int
+    ) -> None:
+        train = config.train
+        self.config, self.topology, self.cases_per_step = train, topology, cases_per_step
+        self.model = parallelize(build_model(config).to(topology.device), topology.cp_comm)
+        self.optimizer = build_optimizer(self.model, train)
+        self.schedule = build_schedule(self.optimizer, train, total_steps)
+        self.scaler = torch.amp.GradScaler(topology.device.type, enabled=train.precision == "fp16")
+        self.average = MovingAverage(self.model, train.ema) if train.ema else None
+        self.overflows = 0  # fp16 steps skipped in a row
+
+    def step(self, step: Step) -> dict[str, Any]:
+        """Train on a step's samples; returns what metrics.jsonl tells of it.
+
+        Communication: the model's reductions for each case, and one all-reduce a gradient bucket.
+
+        Raises:
+            NonFiniteError: loss or gradient is NaN or infinite (on all ranks alike).
+        """
+        start = time.perf_counter()
+        topology = self.topology
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        dtype = weight_dtype(self.config.precision)
+        extras = torch.zeros(1 + topology.world_size, dtype=dtype, device=topology.device)
+        for sample in step.samples:
+            extras[0] += self._accumulate(sample, step.number).to(dtype)
+        extras[1 + topology.rank] = _peak_bytes(topology.device) / 2**20
+        total = sum_gradients(self.model.parameters(), topology.world_comm, extras)
+        assert total is not None
+        self.scaler.unscale_(self.optimizer)
+        limit = self.config.clip or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        loss, peak = float(total[0]), int(float(total[1:].max()) * 2**20)
+        lr = float(self.schedule.get_last_lr()[0])
+        self._update(step, loss, norm)
+        step_s = time.perf_counter() - start + step.wait_s
+        tokens = sum(window.size for window in step.windows)
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens": tokens,
+            "step_s": step_s,
+            "data_s": step.wait_s,
+            "comm_s": _comm_seconds(topology),
+            "tokens_per_s": tokens / step_s,
+            "peak_mem_bytes": peak,
+        }
+
+    def _accumulate(self, sample: Sample, step: int) -> Tensor:
+        """Add one case's share to the gradients; returns this rank's share of the loss."""
+        device, window = self.topology.device, sample.window
+        inputs, targets, rows = (
+            t.to(device, non_blocking=True) for t in (sample.inputs, sample.targets, sample.rows)
+        )
+        with autocast(device, self.config.precision):
+            outputs = self.model(inputs, rows=rows, step=step)
+        objective, value = case_loss(
+            self.config.loss, outputs, targets, window.size, self.topology.cp_comm, window.case
+        )
+        self.scaler.scale(objective / self.cases_per_step).backward()
+        return value / self.cases_per_step
+
+    def _update(self, step: Step, loss: float, norm: float) -> None:
+        """Let the optimiser step, unless loss or gradient is not finite: then stop or skip.
+
+        Both are sums over all ranks and equal on them, so that every rank decides alike.
+        """
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        # With fp16 an overflow of the scaled gradient is how the loss scale finds its size.
+        overflow = self.scaler.is_enabled() and math.isfinite(loss) and not finite
+        self.overflows = self.overflows + 1 if overflow else 0
+        too_many = self.overflows > _OVERFLOWS_IN_A_ROW
+        if not finite and self.config.nonfinite == "stop" and (too_many or not overflow):
+            cases = ", ".join(window.case for window in step.windows)
+            raise NonFiniteError(
+                f"step {step.number + 1}, case {cases}: loss {loss}, gradient norm {norm}; lower "
+                "train.lr, set train.clip, or go on past such steps with train.nonfinite=skip"
+            )
+        if finite:
+            self.scaler.step(self.optimizer)
+            if self.average is not None:
+                self.average.update(self.model)
+        elif self.topology.rank == 0:
+            logger.warning("step %d skipped: loss %g, gradient %g", step.number + 1, loss, norm)
+        self.scaler.update()
+        self.schedule.step()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Use the averaged weights inside, where there are any."""
+        if self.average is None:
+            yield
+            return
+        self.average.swap(self.model)
+        try:
+            yield
+        finally:
+            self.average.swap(self.model)
+
+    def weights(self, *, averaged: bool = False) -> dict[str, Tensor]:
+        """The model's weights by name, or the averaged ones where there are any."""
+        weights: dict[str, Tensor] = dict(self.model.state_dict())
+        return weights | self.average.weights if averaged and self.average is not None else weights
+
+    def state(self) -> dict[str, Any]:
+        """All beside the weights that the next step depends on."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "average": self.average.weights if self.average is not None else {},
+            "overflows": self.overflows,
+        }
+
+    def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Go on from `weights` and the `state` that belongs to them."""
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.overflows = int(state["overflows"])
+        if self.average is not None:
+            for name, value in state["average"].items():
+                self.average.weights[name].copy_(value)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The most memory held so far: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _comm_seconds(topology: Topology) -> float:
+    comms = {id(comm): comm for comm in (topology.world_comm, topology.cp_comm)}
+    return sum(comm.take_traffic().seconds for comm in comms.values())
