@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -166,12 +165,11 @@ def test_pressure_alone_gives_forces_that_say_so(scene, tmp_path):
         ({"reference": REFERENCE | {"length": None}}, None, {"Cd", "Cl", "Cs"}),
     ],
 )
-def test_what_is_unknown_is_left_out_with_a_notice(tmp_path, caplog, change, notice, forces):
+def test_what_is_unknown_is_left_out_with_a_notice(tmp_path, change, notice, forces):
     fields = surface(1)
     store = make_store(tmp_path / "store", {"run_1": fields}, attrs=ATTRS | change)
     write_npz(tmp_path / "out/run_1.npz", predict(fields, 5), None)
-    with caplog.at_level(logging.WARNING):
-        metrics = evaluate_predictions(tmp_path / "out", store)
+    metrics = evaluate_predictions(tmp_path / "out", store)
     found = metrics["cases"]["run_1"]["forces"]
     assert forces <= set(found)
     assert bool(found) == bool(forces)
@@ -180,7 +178,6 @@ def test_what_is_unknown_is_left_out_with_a_notice(tmp_path, caplog, change, not
         assert not metrics["notices"]
     else:
         assert any(notice in line for line in metrics["notices"])
-        assert notice in caplog.text
 
 
 def test_cases_that_were_trained_on_are_named(tmp_path):
@@ -253,7 +250,7 @@ def test_the_table_shows_every_case_and_the_notices(scene):
         "[notice]",
     ):
         assert word in text
-    assert f"{metrics['mean']['pressure']['rel_l2']:.4g}" in text
+    assert f"{metrics['mean']['pressure']['rel_l2']:#.4g}" in text
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real files are not beside the checkout")

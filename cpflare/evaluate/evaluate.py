@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from cpflare.evaluate.metrics import FieldSums, mean_over_cases, r2_score
 from cpflare.evaluate.source_units import VECTOR_FIELDS
 
 Array = NDArray[Any]
-
-_log = logging.getLogger(__name__)
 
 # Rows held at a time: about a shard, so that a shard is decoded once.
 _CHUNK_ROWS = 1 << 20
@@ -71,8 +68,6 @@ def evaluate_predictions(
         "units": units,
         "notices": notices,
     }
-    for notice in notices:
-        _log.warning("%s", notice)
     with written_aside(out / "metrics.json") as aside:
         aside.write_text(json.dumps(metrics, indent=2, allow_nan=False) + "\n")
     return metrics
@@ -203,9 +198,9 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
         for metric in metrics["mean"][field]:
             table.add_column(metric, justify="right")
         for case, result in metrics["cases"].items():
-            table.add_row(case, *(f"{value:.4g}" for value in result[field].values()))
+            table.add_row(case, *(f"{value:#.4g}" for value in result[field].values()))
         table.add_section()
-        table.add_row("mean", *(f"{value:.4g}" for value in metrics["mean"][field].values()))
+        table.add_row("mean", *(f"{value:#.4g}" for value in metrics["mean"][field].values()))
         tables.append(table)
     names = dict.fromkeys(name for r in metrics["cases"].values() for name in r["forces"])
     if names:
@@ -227,5 +222,5 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
         for table in tables:
             console.print(table)
         for notice in metrics.get("notices") or ():
-            console.print(f"note: {notice}", markup=False, highlight=False)
+            console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)
     return captured.get().rstrip()

@@ -77,11 +77,13 @@ def read_history(path: Path) -> History:
             raise DataError(
                 f"{path}, line {number} is no record of a step ({line[:60]!r}); delete that line"
             ) from error
-        num_repeated += key in rows
-        rows[key] = row
+        former = rows.get(key, {})
+        num_repeated += not former.keys() & row.keys() <= {"kind", "step"}
+        # A step may be evaluated twice, on a subsample and whole: both belong to it.
+        rows[key] = {**former, **row} if key[0] == "eval" else row
     if num_repeated:
         history.notices.append(
-            f"{num_repeated} lines repeat a step, as after a resume; the later ones are shown"
+            f"{num_repeated} lines repeat an earlier step, as after a resume; the later ones count"
         )
     for (kind, _), row in sorted(rows.items(), key=lambda item: item[0][1]):
         (history.evaluations if kind == "eval" else history.steps).append(row)
@@ -112,7 +114,7 @@ def new_axes(title: str, ylabel: str, *, size: tuple[float, float] = (4.6, 2.7))
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.set_ylabel(ylabel, fontsize=9, color=MUTED)
-    axes.tick_params(colors=MUTED, labelsize=8.5, length=0)
+    axes.tick_params(which="both", colors=MUTED, labelsize=8.5, length=0)
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):

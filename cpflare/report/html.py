@@ -144,7 +144,7 @@ def _summary(run_dir: Path, history: History, metrics: Mapping[str, Any]) -> str
     speed = history.column("tokens_per_s")[1]
     if len(speed):
         value, prefix = _engineering(float(np.median(speed)))
-        figures.append((value, f"{prefix} cells/s", "median training speed"))
+        figures.append((value, prefix, "cells/s, median in training"))
     memory = history.column("peak_mem_bytes")[1]
     if len(memory) and memory.max() > 0:
         figures.append((f"{memory.max() / 2**30:.2f}", " GiB", "peak memory of a rank"))
@@ -275,7 +275,7 @@ def _evaluation(metrics: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else f"{value:#.4g}"
 
 
 def _table(
@@ -346,7 +346,7 @@ def _render_in_a_process(vtp: Path, folder: Path) -> tuple[dict[str, Any], str |
         return {}, f"rendering is impossible here ({reason}); is there an OpenGL (Mesa) library?"
     drawn: dict[str, Any] = json.loads(lines[-1])
     if not drawn:
-        return {}, f"{vtp.name} holds no field with its truth, prediction and error"
+        return {}, f"{vtp.name} holds no prediction with its error; there was no truth"
     return drawn, None
 
 
@@ -377,6 +377,8 @@ def _configuration(config: Mapping[str, Any]) -> str:
         if key == "train.epochs" and _get(config, "train.steps") is not None:
             continue  # steps win where both stand
         text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        if isinstance(value, int) and value >= 10_000:
+            text = f"{value:,}"
         items.append(f"<div><dt>{_text(title)}</dt><dd>{_text(text)}</dd></div>")
     whole = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
     return (

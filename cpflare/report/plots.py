@@ -30,7 +30,7 @@ def render_comparison(vtp: Path, array: str | Sequence[str], png: Path) -> None:
     difference.
 
     Raises:
-        DataError: the file cannot be read, or lacks the truth, prediction or error of `array`.
+        DataError: the file cannot be read, or lacks the prediction or the error of `array`.
     """
     import matplotlib
     import pyvista as pv
@@ -43,7 +43,7 @@ def render_comparison(vtp: Path, array: str | Sequence[str], png: Path) -> None:
     names = (array,) if isinstance(array, str) else tuple(array)
     mesh = _read(vtp)
     description = _describe(mesh)
-    truth, prediction, error, is_vector = _columns(vtp, mesh, names)
+    truth, prediction, error, is_vector, on_cells = _columns(vtp, mesh, names)
     low, high = np.percentile(truth, [0.5, 99.5])
     bound = float(np.percentile(np.abs(error), 99.5)) or 1.0
     norm = Normalize(float(low), float(high) if high > low else float(low) + 1.0)
@@ -52,12 +52,16 @@ def render_comparison(vtp: Path, array: str | Sequence[str], png: Path) -> None:
     panels = (
         ("Truth", truth, norm, "viridis"),
         ("Prediction", prediction, norm, "viridis"),
-        ("Error" if is_vector else "Error (prediction − truth)", error, error_norm, error_map),
+        (
+            f"Error ({'magnitude of the difference' if is_vector else 'prediction − truth'})",
+            error,
+            error_norm,
+            error_map,
+        ),
     )
     axes_map = (description.get("field_map") or {}).get("axes")
     geometry = pv.PolyData()
     geometry.CopyStructure(mesh)
-    on_cells = len(truth) == mesh.n_cells and names[0] in mesh.cell_data
 
     figure = Figure(figsize=(13.5, 5.6), facecolor="white")
     grid = figure.add_gridspec(
@@ -79,10 +83,15 @@ def render_comparison(vtp: Path, array: str | Sequence[str], png: Path) -> None:
             axes.set_axis_off()
             if row == 0:
                 axes.set_title(title, fontsize=13)
-    label = _label(names, description, is_vector)
+    name, unit = ", ".join(names), _unit(names, description)
+    label, error_label = (
+        (f"|{name}|{unit}", f"|error of {name}|{unit}")
+        if is_vector
+        else (f"{name}{unit}", f"error of {name}{unit}")
+    )
     for columns, scale, colours, text in (
         (slice(0, 2), norm, "viridis", label),
-        (2, error_norm, error_map, f"error of {label}"),
+        (2, error_norm, error_map, error_label),
     ):
         inner = grid[2, columns].subgridspec(1, 3, width_ratios=(0.12, 1, 0.12))[0, 1]
         bar = figure.colorbar(
@@ -99,7 +108,7 @@ def render_comparison(vtp: Path, array: str | Sequence[str], png: Path) -> None:
 
 
 def fields_to_draw(vtp: Path) -> dict[str, tuple[str, ...]]:
-    """Return canonical field -> source names of what a VTP holds as truth, prediction and error."""
+    """Return canonical field -> source names of what a VTP holds as prediction with error."""
     mesh = _read(Path(vtp), only_names=True)
     described = _describe(mesh).get("source_names") or {}
     present = _array_names(mesh)
@@ -109,9 +118,7 @@ def fields_to_draw(vtp: Path) -> dict[str, tuple[str, ...]]:
     return {
         name: tuple(sources)
         for name, sources in described.items()
-        if all(
-            {source, f"{source}_pred", f"{source}_error"} <= present for source in map(str, sources)
-        )
+        if all({f"{source}_pred", f"{source}_error"} <= present for source in sources)
     }
 
 
@@ -142,40 +149,46 @@ def _describe(mesh: Any) -> dict[str, Any]:
     return found
 
 
-def _columns(path: Path, mesh: Any, names: Sequence[str]) -> tuple[Array, Array, Array, bool]:
-    """Return truth, prediction and error as scalars [N], and whether they are magnitudes."""
-    columns = []
-    for suffix in ("", "_pred", "_error"):
-        parts = []
-        for name in names:
-            full = name + suffix
-            data = mesh.cell_data if full in mesh.cell_data else mesh.point_data
-            if full not in data:
-                raise DataError(
-                    f"prediction {path} has no array '{full}'; it holds "
-                    f"{', '.join(sorted(_array_names(mesh))) or 'none'}"
-                )
-            parts.append(np.asarray(data[full], dtype=np.float64).reshape(len(data[full]), -1))
-        columns.append(np.concatenate(parts, axis=1))
-    if columns[0].shape[1] == 1:
-        truth, prediction, error = (column[:, 0] for column in columns)
-        return truth, prediction, error, False
-    truth, prediction, error = (np.linalg.norm(column, axis=1) for column in columns)
-    return truth, prediction, error, True
+def _columns(path: Path, mesh: Any, names: Sequence[str]) -> tuple[Array, Array, Array, bool, bool]:
+    """Return truth, prediction and error as scalars [N], whether they are magnitudes and on cells.
+
+    Where the source holds the truth elsewhere (points averaged to cells, a file of its own), it is
+    prediction − error.
+    """
+    on_cells = f"{names[0]}_pred" in mesh.cell_data
+    data = mesh.cell_data if on_cells else mesh.point_data
+    prediction, error = (
+        np.concatenate([_array(path, mesh, data, name + suffix) for name in names], axis=1)
+        for suffix in ("_pred", "_error")
+    )
+    if all(name in data for name in names):
+        truth = np.concatenate([_array(path, mesh, data, name) for name in names], axis=1)
+    else:
+        truth = prediction - error
+    if truth.shape[1] == 1:
+        return truth[:, 0], prediction[:, 0], error[:, 0], False, on_cells
+    lengths = (np.linalg.norm(column, axis=1) for column in (truth, prediction, error))
+    return *lengths, True, on_cells
 
 
-def _label(names: Sequence[str], description: Mapping[str, Any], is_vector: bool) -> str:
-    """Name the array, with its unit where the source's unit is that of the store."""
-    text = ", ".join(names)
-    if is_vector:
-        text = f"|{text}|"
+def _array(path: Path, mesh: Any, data: Any, name: str) -> Array:
+    if name not in data:
+        raise DataError(
+            f"prediction {path} has no array '{name}'; it holds "
+            f"{', '.join(sorted(_array_names(mesh))) or 'none'}"
+        )
+    return np.asarray(data[name], dtype=np.float64).reshape(len(data[name]), -1)
+
+
+def _unit(names: Sequence[str], description: Mapping[str, Any]) -> str:
+    """The array's unit in brackets, where the source's unit is that of the store."""
     field_map = description.get("field_map") or {}
     for field, sources in (description.get("source_names") or {}).items():
         entry = (field_map.get("fields") or {}).get(field) or {}
         unit = (field_map.get("units") or {}).get(field)
         if tuple(sources) == tuple(names) and unit and float(entry.get("scale", 1.0)) == 1.0:
-            return f"{text}  [{unit.replace('m2/s2', 'm²/s²')}]"
-    return text
+            return f"  [{unit.replace('m2/s2', 'm²/s²')}]"
+    return ""
 
 
 def _render(
@@ -243,18 +256,18 @@ def draw_parity(cases: Mapping[str, Mapping[str, Any]], name: str) -> str | None
     if not pairs:
         return None
     true, pred = (np.array([pair[side] for pair in pairs.values()]) for side in ("true", "pred"))
-    figure, axes = new_axes(name.replace("_", ", "), "predicted", size=(3.6, 3.4))
+    figure, axes = new_axes(f"{name}, predicted against true", "predicted", size=(4.2, 3.8))
     low, high = float(min(true.min(), pred.min())), float(max(true.max(), pred.max()))
     pad = 0.12 * (high - low) or 0.1 * abs(high) or 0.1
     limits = (low - pad, high + pad)
     axes.plot(limits, limits, color=MUTED, linewidth=1.0, dashes=(4, 3))
     axes.scatter(true, pred, s=28, color=SERIES[0], zorder=3, linewidths=0)
-    if len(pairs) <= 8:
+    if len(pairs) <= 8 and max(map(len, pairs)) <= 10:
         for case, x, y in zip(pairs, true, pred, strict=True):
             axes.annotate(
                 case, (x, y), xytext=(6, -3), textcoords="offset points", fontsize=8, color=INK
-            )
-    axes.set(xlim=limits, ylim=limits, aspect="equal")
+            ).set_in_layout(False)
+    axes.set(xlim=limits, ylim=limits, box_aspect=1)
     axes.set_xlabel("true", fontsize=9, color=MUTED)
     axes.spines["left"].set_visible(True)
     axes.spines["left"].set_color(GRID)

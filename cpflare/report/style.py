@@ -27,16 +27,21 @@ h3 { font-size: 1rem; margin: 24px 0 8px; }
 p.lead { color: var(--muted); margin: 0 0 12px; max-width: 70ch; }
 .figures {
   display: grid; gap: 12px; margin: 24px 0 0;
-  grid-template-columns: repeat(auto-fit, minmax(152px, 1fr));
+  grid-template-columns: repeat(auto-fit, minmax(132px, 1fr));
 }
 .figure, .plot, .table, figure {
   background: var(--card); border: 1px solid var(--grid); border-radius: 10px;
 }
 .figure { padding: 14px 16px; }
-.figure b { display: block; font-size: 1.45rem; font-weight: 600; line-height: 1.25; }
+.figure b {
+  display: block; white-space: nowrap; font-size: 1.45rem; font-weight: 600; line-height: 1.25;
+}
 .figure b small { font-size: 0.9rem; font-weight: 400; color: var(--muted); }
 .figure span { color: var(--muted); font-size: 0.86rem; }
-.plots { display: grid; gap: 12px; grid-template-columns: repeat(auto-fill, minmax(318px, 1fr)); }
+.plots {
+  display: grid; gap: 12px;
+  grid-template-columns: repeat(auto-fill, minmax(min(318px, 100%), 1fr));
+}
 .plot { padding: 10px 12px; }
 .plot svg { display: block; width: 100%; height: auto; }
 .table { overflow-x: auto; margin: 0 0 14px; }
@@ -50,9 +55,13 @@ tbody tr:nth-child(even) { background: color-mix(in srgb, var(--grid) 28%, trans
 tfoot td { border-top: 1px solid var(--grid); font-weight: 600; }
 dl {
   display: grid; gap: 4px 28px; margin: 0;
-  grid-template-columns: repeat(auto-fill, minmax(318px, 1fr));
+  grid-template-columns: repeat(auto-fill, minmax(420px, 1fr));
 }
-dl div { display: grid; grid-template-columns: 11.5rem 1fr; }
+dl div { display: grid; grid-template-columns: 12.5rem 1fr; }
+@media (max-width: 520px) {
+  dl { grid-template-columns: 1fr; }
+  dl div { grid-template-columns: 9rem 1fr; }
+}
 dt { color: var(--muted); }
 dd { margin: 0; overflow-wrap: anywhere; }
 figure { margin: 0 0 14px; padding: 12px; }
