@@ -1,8 +1,8 @@
 """Real ranks for tests: a pool of processes that run a function as the ranks of a gloo group.
 
 Workers are spawned once and kept over the test session, since importing torch takes seconds; every
-call gets a fresh process group through a file, so that no port is needed. A rank that fails or
-hangs takes its pool with it: the next call starts fresh workers.
+call gets a fresh process group through a file, so that no port is needed. Workers that die or hang
+are replaced before the next call.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def run_ranks(
         for rank, worker in enumerate(workers):
             job = (fn, rank, world_size, args, start, timeout_s)
             worker.connection.send_bytes(pickle.dumps(job))
-        values, failures = _collect(workers, timeout_s)
+        values, failures, lost = _collect(workers, timeout_s)
     if failures:
-        _pool.discard(world_size)
+        _pool.discard(lost)
         raise RanksFailed(dict(sorted(failures.items())))
     return [values[rank] for rank in range(world_size)]
 
@@ -83,7 +83,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def shut_down() -> None:
     """End all workers."""
-    _pool.discard(len(_pool.workers))
+    _pool.discard(_pool.workers)
 
 
 class _Worker:
@@ -121,17 +121,21 @@ class _Pool:
             worker.wait_ready()
         return self.workers[:count]
 
-    def discard(self, count: int) -> None:
-        for worker in self.workers[:count]:
+    def discard(self, workers: list[_Worker]) -> None:
+        for worker in workers:
             worker.kill()
-        del self.workers[:count]
+        self.workers = [worker for worker in self.workers if worker not in workers]
 
 
 _pool = _Pool()
 atexit.register(shut_down)
 
 
-def _collect(workers: list[_Worker], timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:
+def _collect(
+    workers: list[_Worker], timeout_s: float
+) -> tuple[dict[int, Any], dict[int, str], list[_Worker]]:
+    """Values by rank, what became of the other ranks, and the workers that gave no answer."""
+    lost: list[_Worker] = []
     values: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
@@ -148,6 +152,7 @@ def _collect(workers: list[_Worker], timeout_s: float) -> tuple[dict[int, Any], 
             except EOFError:
                 workers[rank].process.join(timeout=5)
                 code = workers[rank].process.exitcode
+                lost.append(workers[rank])
                 succeeded, answer = False, f"the process ended with exit code {code}"
             (values if succeeded else failures)[rank] = answer
         if failures:
@@ -155,9 +160,10 @@ def _collect(workers: list[_Worker], timeout_s: float) -> tuple[dict[int, Any], 
         if not ready and waiting:
             elapsed = time.monotonic() - begun
             for rank in waiting.values():
+                lost.append(workers[rank])
                 failures[rank] = f"gave no answer in {elapsed:.1f} s and was killed"
             break
-    return values, failures
+    return values, failures, lost
 
 
 def _serve(connection: Connection) -> None:
