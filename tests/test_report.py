@@ -14,6 +14,7 @@ import yaml
 
 from cpflare.errors import DataError
 from cpflare.evaluate.export import write_vtp
+from cpflare.report import plots
 from cpflare.report.curves import draw_curve, draw_evaluations, read_history, thin_out
 from cpflare.report.html import write_report
 from cpflare.report.plots import (
@@ -306,6 +307,23 @@ def test_truth_that_the_mesh_does_not_hold_is_prediction_minus_error(tmp_path):
     truth, _, _, is_vector, _ = _columns(tmp_path, mesh, ("tau",))
     assert is_vector
     assert truth == pytest.approx(np.linalg.norm(mesh.cell_centers().points, axis=1), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["cell_data", "point_data"])
+def test_a_large_surface_is_simplified_for_the_picture_alone(monkeypatch, kind):
+    monkeypatch.setattr(plots, "_MAX_DRAWN_CELLS", 1000)
+    monkeypatch.setattr(plots, "_BINS", 20)
+    mesh = pv.Sphere(theta_resolution=80, phi_resolution=80)
+    places = mesh.cell_centers().points if kind == "cell_data" else mesh.points
+    mesh.clear_data()
+    getattr(mesh, kind)["Truth"] = places[:, 0].astype(np.float32)
+    small = plots._simplify(mesh)
+    assert small.n_cells < mesh.n_cells / 2
+    found = small.cell_centers().points if kind == "cell_data" else small.points
+    # A value may come from anywhere within a bin of 1/20 of the diameter, or beside it.
+    assert np.abs(getattr(small, kind)["Truth"] - found[:, 0]).max() < 0.1
+    monkeypatch.setattr(plots, "_MAX_DRAWN_CELLS", 10**6)
+    assert plots._simplify(mesh) is mesh
 
 
 def test_the_view_turns_with_the_sources_axes():

@@ -18,6 +18,7 @@ Array = NDArray[Any]
 
 # Where the eye stands, in canonical axes (x downstream, y lateral, z up), seen from the body.
 _VIEWS = {"front": (-1.0, -0.9, 0.55), "rear": (1.0, -0.9, 0.55)}
+_MAX_DRAWN_CELLS, _BINS = 1_000_000, 700
 _DESCRIPTION = "cpflare_description"  # field data of a written prediction
 
 
@@ -60,8 +61,12 @@ def render_comparison(vtp: Path, array: str | Sequence[str], png: Path) -> None:
         ),
     )
     axes_map = (description.get("field_map") or {}).get("axes")
-    geometry = pv.PolyData()
-    geometry.CopyStructure(mesh)
+    surface = pv.PolyData()
+    surface.CopyStructure(mesh)
+    for title, values, _, _ in panels:
+        data = surface.cell_data if on_cells else surface.point_data
+        data[title] = values.astype(np.float32)
+    surface = _simplify(surface)
 
     figure = Figure(figsize=(13.5, 5.6), facecolor="white")
     grid = figure.add_gridspec(
@@ -75,8 +80,8 @@ def render_comparison(vtp: Path, array: str | Sequence[str], png: Path) -> None:
         top=0.93,
         bottom=0.13,
     )
-    for column, (title, values, scale, colours) in enumerate(panels):
-        images = _render(geometry, values, scale, colours, axes_map, on_cells)
+    for column, (title, _, scale, colours) in enumerate(panels):
+        images = _render(surface, title, scale, colours, axes_map)
         for row, image in enumerate(images):
             axes = figure.add_subplot(grid[row, column])
             axes.imshow(image)
@@ -191,25 +196,44 @@ def _unit(names: Sequence[str], description: Mapping[str, Any]) -> str:
     return ""
 
 
+def _simplify(surface: Any) -> Any:
+    """Merge the cells of a large surface that fall into one pixel, keeping one's values.
+
+    Drawing 8 million cells without a graphics card takes minutes, and a panel has 300,000 pixels.
+    """
+    import pyvista as pv
+    from vtkmodules.vtkFiltersCore import vtkBinnedDecimation, vtkTriangleFilter
+
+    if surface.n_cells <= _MAX_DRAWN_CELLS:
+        return surface
+    triangles = vtkTriangleFilter()
+    triangles.SetInputData(surface)
+    triangles.PassVertsOff()
+    triangles.PassLinesOff()
+    extent = np.ptp(np.reshape(surface.bounds, (3, 2)), axis=1)
+    divisions = np.maximum(1, extent / max(extent.max(), 1e-300) * _BINS).astype(int)
+    merged = vtkBinnedDecimation()
+    merged.SetInputConnection(triangles.GetOutputPort())
+    merged.AutoAdjustNumberOfDivisionsOff()
+    merged.SetNumberOfDivisions(*divisions.tolist())
+    merged.ProduceCellDataOn()
+    merged.ProducePointDataOn()
+    merged.Update()
+    return pv.wrap(merged.GetOutput())
+
+
 def _render(
-    geometry: Any,
-    values: Array,
-    norm: Any,
-    colours: str,
-    axes_map: Sequence[str] | None,
-    on_cells: bool,
+    surface: Any, scalars: str, norm: Any, colours: str, axes_map: Sequence[str] | None
 ) -> list[Array]:
-    """Render both views of a surface coloured by `values`, cropped to the body."""
+    """Render both views of a surface coloured by one of its arrays, cropped to the body."""
     import pyvista as pv
 
-    mesh = geometry.copy(deep=False)
-    (mesh.cell_data if on_cells else mesh.point_data)["shown"] = values.astype(np.float32)
     plotter: Any = pv.Plotter(off_screen=True, window_size=[1000, 620])
     plotter.set_background("white")
     try:
         plotter.add_mesh(
-            mesh,
-            scalars="shown",
+            surface,
+            scalars=scalars,
             cmap=colours,
             clim=(norm.vmin, norm.vmax),
             show_scalar_bar=False,
