@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_forces import AHMED_CD, REAL, cube
 
-from cpflare.data.store import Store
+from cpflare.data.store import Case, Store
 from cpflare.data.store_writer import StoreWriter
 from cpflare.errors import DataError, NonFiniteError
 from cpflare.evaluate import evaluate
@@ -142,6 +142,15 @@ def test_rows_in_store_order_would_be_seen(scene, tmp_path):
     write_npz(tmp_path / "shuffled/run_1.npz", stored, None)
     found = evaluate_predictions(tmp_path / "shuffled", store)["cases"]["run_1"]
     assert found["pressure"]["rel_l2"] > 0.5
+
+
+def test_rows_that_are_no_permutation_are_refused(scene, monkeypatch):
+    out, store, _, _ = scene
+    read = Case.read
+    monkeypatch.setattr(evaluate, "_CHUNK_ROWS", 1)
+    monkeypatch.setattr(Case, "read", lambda self, rows, fields: read(self, slice(0, 1), fields))
+    with pytest.raises(DataError, match="case 'run_1': cell_id of the store is no permutation"):
+        evaluate_predictions(out, store, cases=["run_1"])
 
 
 def test_pressure_alone_gives_forces_that_say_so(scene, tmp_path):

@@ -71,6 +71,20 @@ def test_the_shear_sign_is_honoured(shear_sign):
     assert sums.pressure_force == pytest.approx([0, 0, 0], abs=1e-14)
 
 
+def test_shear_acts_on_the_area_and_pressure_on_the_area_vector():
+    """On points the dual area exceeds the dual area vector's length, and each has its own part."""
+    edge = {
+        "position": np.zeros((1, 3)),
+        "area_vector": np.array([[0.5, 0.0, 0.5]]),  # two faces at a right angle
+        "area": np.array([1.0]),
+        "pressure": np.array([2.0]),
+        "wall_shear": np.array([[0.0, 3.0, 0.0]]),
+    }
+    sums = integrate(edge, shear_sign=1)
+    assert sums.pressure_force == pytest.approx([-1.0, 0.0, -1.0])
+    assert sums.shear_force == pytest.approx([0.0, 3.0, 0.0])
+
+
 def test_the_moment_is_about_the_reference_centre():
     one = {
         "position": np.array([[3.0, 0.0, 1.0]]),
