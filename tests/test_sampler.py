@@ -63,10 +63,8 @@ def test_it_is_a_function_of_seed_and_step_without_memory():
 
 def windows_of(case, drawn, num_steps):
     """step -> window of a case, for the steps that take it."""
-    found = {}
-    for step in range(num_steps):
-        found |= {step: window for window in drawn.windows(step) if window.case == case}
-    return found
+    pairs = [(step, window) for step in range(num_steps) for window in drawn.windows(step)]
+    return {step: window for step, window in pairs if window.case == case}
 
 
 @pytest.mark.parametrize(
