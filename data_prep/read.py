@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpflare.errors import DataError
-from data_prep import targets, vtk_files, vtk_xml
+from data_prep import ply, targets, vtk_arrays, vtk_files, vtk_xml
 from data_prep.fields import FieldMap
 from data_prep.geometry import (
     Geometry,
@@ -84,31 +84,27 @@ def _read(
         names = list(dict.fromkeys(n for w in chosen if w.file is None for n in w.names))
         section = "CellData" if association == "cell" else "PointData"
         wanted = [a for n in names if (a := header.find(section, n)) is not None]
-        if vtk_xml.is_plain(header, wanted):
-            surface = vtk_xml.read_polydata(header, wanted)
+        if vtk_arrays.can_decode(header, wanted):
+            surface = vtk_arrays.decode(header, wanted)
         else:
-            surface, _ = vtk_files.read(path, association, names)
+            vtk_xml.check_ascii(header, wanted)
+            surface = vtk_files.read(path, association, lambda present: names)
             _compare(path, header, surface, names, association)
     else:
         if suffix in WITHOUT_FIELDS and asked:
             raise DataError(
                 f"{path} has no fields (a {suffix} file holds geometry alone); give VTP, VTU or VTK"
             )
-        if suffix == ".vtk":
-            surface, chosen = _read_legacy(path, association, asked, choose)
+        chosen = []
+
+        def pick(present: dict[str, list[str]]) -> list[str]:
+            chosen.extend(choose(present))
+            return [n for w in chosen if w.file is None for n in w.names]
+
+        if suffix == ".ply":
+            surface = ply.read_ply(path)
         else:
-            (surface, _), chosen = vtk_files.read(path, association, []), []
-    return surface, chosen
-
-
-def _read_legacy(
-    path: Path, association: str, asked: list[str], choose: Any
-) -> tuple[Surface, list[targets.Wanted]]:
-    surface, present = vtk_files.read(path, association, [])
-    chosen: list[targets.Wanted] = choose(present)
-    names = list(dict.fromkeys(n for w in chosen if w.file is None for n in w.names))
-    if names:
-        surface, _ = vtk_files.read(path, association, names)
+            surface = vtk_files.read(path, association, pick)
     return surface, chosen
 
 
@@ -187,7 +183,7 @@ def load_case(
         "source_association": field_map.association,
         "source_names": source_names,
         "source_files": others,
-        "shear_sign": _shear_sign(field_map, fields, notices),
+        "shear_sign": shear_sign_of(field_map, fields, notices),
         "winding": winding,
         "axes": list(field_map.axes),
         "length_scale": scale,
@@ -257,12 +253,15 @@ def _winding(
     return (1 if name == "outward" else -1), name
 
 
-def _shear_sign(field_map: FieldMap, fields: dict[str, Array], notices: list[str]) -> int | None:
+def shear_sign_of(field_map: FieldMap, fields: dict[str, Array], notices: list[str]) -> int | None:
     """The map's sign, or the one that makes friction pull downstream (+x)."""
-    if "wall_shear" not in fields:
-        return None if field_map.shear_sign == "unknown" else int(field_map.shear_sign)
+    if "wall_shear" not in fields and field_map.shear_sign == "unknown":
+        return None
     if field_map.shear_sign != "unknown":
         return int(field_map.shear_sign)
+    if "area" not in fields:
+        notices.append("shear sign unknown: without areas it cannot be measured")
+        return None
     along = fields["wall_shear"][:, 0].astype(np.float64)
     total, size = float(along @ fields["area"]), float(np.abs(along) @ fields["area"])
     sign = 1 if total >= 0 else -1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,41 +12,26 @@ from numpy.typing import NDArray
 
 from cpflare.errors import DataError
 from data_prep.geometry import POLYGON, STRIP, VERTEX, Surface
+from data_prep.legacy import check_ascii
+from data_prep.vtk_cells import from_types
 
 Array = NDArray[Any]
-
-# VTK cell types of an unstructured grid that are part of a surface, and what they are here.
-_TYPES = {
-    0: VERTEX,  # empty
-    1: VERTEX,  # vertex
-    2: VERTEX,  # poly-vertex
-    3: VERTEX,  # line
-    4: VERTEX,  # poly-line
-    5: POLYGON,  # triangle
-    6: STRIP,  # triangle strip
-    7: POLYGON,  # polygon
-    8: POLYGON,  # pixel
-    9: POLYGON,  # quad
-    21: VERTEX,  # quadratic edge
-    22: POLYGON,  # quadratic triangle
-    23: POLYGON,  # quadratic quad
-}
-# Corners of these types in the order of a walk around the cell.
-_WALKS = {8: [0, 1, 3, 2], 22: [0, 3, 1, 4, 2, 5], 23: [0, 4, 1, 5, 2, 6, 3, 7]}
 
 
 @contextmanager
 def complaints_are_errors(path: Path) -> Iterator[None]:
     """Turn VTK's warnings and errors within the block into a DataError that names the file."""
-    from vtkmodules.vtkCommonCore import vtkOutputWindow, vtkStringOutputWindow
+    from vtkmodules.vtkCommonCore import vtkLogger, vtkOutputWindow, vtkStringOutputWindow
 
-    before = vtkOutputWindow.GetInstance()
+    before, verbosity = vtkOutputWindow.GetInstance(), vtkLogger.GetCurrentVerbosityCutoff()
+    vtkLogger.SetStderrVerbosity(vtkLogger.VERBOSITY_OFF)
     window = vtkStringOutputWindow()
     vtkOutputWindow.SetInstance(window)
     try:
         yield
     finally:
         vtkOutputWindow.SetInstance(before)
+        vtkLogger.SetStderrVerbosity(verbosity)
     text = " ".join(str(window.GetOutput()).split())
     if text:
         # The last sentence says what went wrong; before it stand source lines and addresses.
@@ -54,37 +39,37 @@ def complaints_are_errors(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {message[:300]}; copy the file again")
 
 
-def read(path: Path, association: str, wanted: list[str]) -> tuple[Surface, dict[str, list[str]]]:
-    """A surface with its wanted arrays, and the names of all arrays by association."""
-    readers = {
-        ".vtp": _read_xml,
-        ".vtu": _read_xml,
-        ".vtk": _read_legacy,
-        ".ply": _read_ply,
-        ".stl": _read_stl,
-        ".obj": _read_obj,
-    }
+def read(
+    path: Path, association: str, pick: Callable[[dict[str, list[str]]], list[str]]
+) -> Surface:
+    """A surface with the arrays that `pick` chooses from the names by association.
+
+    Raises: DataError where VTK complains in any way.
+    """
+    suffix = path.suffix.lower()
     with complaints_are_errors(path):
-        output = readers[path.suffix.lower()](path, association, wanted)
+        if suffix in (".vtp", ".vtu"):
+            output = _read_xml(path, association, pick({}))
+        else:
+            output = {".vtk": _read_legacy, ".stl": _read_stl, ".obj": _read_obj}[suffix](path)
     surface = _from_polydata(output) if output.IsA("vtkPolyData") else _from_grid(path, output)
     data = {"cell": output.GetCellData(), "point": output.GetPointData()}
     present = {
         kind: [d.GetArrayName(i) for i in range(d.GetNumberOfArrays()) if d.GetArrayName(i)]
         for kind, d in data.items()
     }
-    for name in wanted:
+    for name in pick(present):
         array = data[association].GetArray(name)
         if array is not None:
             surface.arrays[name] = _numpy(array)
-    if path.suffix.lower() == ".stl":
-        surface = _merge_points(surface)
-    return surface, present
+    return _merge_points(surface) if suffix == ".stl" else surface
 
 
 def _read_xml(path: Path, association: str, wanted: list[str]) -> Any:
     from vtkmodules.vtkIOXML import vtkXMLPolyDataReader, vtkXMLUnstructuredGridReader
 
-    reader = vtkXMLPolyDataReader() if path.suffix == ".vtp" else vtkXMLUnstructuredGridReader()
+    is_poly = path.suffix.lower() == ".vtp"
+    reader = vtkXMLPolyDataReader() if is_poly else vtkXMLUnstructuredGridReader()
     reader.SetFileName(str(path))
     reader.UpdateInformation()
     for kind, selection in (
@@ -98,9 +83,10 @@ def _read_xml(path: Path, association: str, wanted: list[str]) -> Any:
     return reader.GetOutput()
 
 
-def _read_legacy(path: Path, association: str, wanted: list[str]) -> Any:
+def _read_legacy(path: Path) -> Any:
     from vtkmodules.vtkIOLegacy import vtkDataSetReader
 
+    check_ascii(path)
     reader = vtkDataSetReader()
     reader.SetFileName(str(path))
     for kind in ("Scalars", "Vectors", "Normals", "Tensors", "ColorScalars", "TCoords", "Fields"):
@@ -112,19 +98,13 @@ def _read_legacy(path: Path, association: str, wanted: list[str]) -> Any:
     return output
 
 
-def _read_ply(path: Path, association: str, wanted: list[str]) -> Any:
-    from vtkmodules.vtkIOPLY import vtkPLYReader
-
-    return _run(vtkPLYReader(), path)
-
-
-def _read_obj(path: Path, association: str, wanted: list[str]) -> Any:
+def _read_obj(path: Path) -> Any:
     from vtkmodules.vtkIOGeometry import vtkOBJReader
 
     return _run(vtkOBJReader(), path)
 
 
-def _read_stl(path: Path, association: str, wanted: list[str]) -> Any:
+def _read_stl(path: Path) -> Any:
     from vtkmodules.vtkIOGeometry import vtkSTLReader
 
     with path.open("rb") as file:
@@ -132,8 +112,10 @@ def _read_stl(path: Path, association: str, wanted: list[str]) -> Any:
     size = path.stat().st_size
     if not head[:80].lstrip().lower().startswith(b"solid") and len(head) == 84:
         need = 84 + 50 * int(np.frombuffer(head[80:], "<u4")[0])
-        if size < need:
-            raise DataError(f"{path} is truncated: {size} of {need} bytes; copy the file again")
+        if size != need:
+            raise DataError(
+                f"{path} has {size} bytes, its triangles need {need}; copy the file again"
+            )
     reader = vtkSTLReader()
     reader.MergingOff()  # merging drops triangles without an area, and so moves all rows after them
     return _run(reader, path)
@@ -194,26 +176,11 @@ def _from_grid(path: Path, output: Any) -> Surface:
         )
     if output.GetNumberOfCells() == 0:
         return Surface(_points(output), np.empty(0, np.int64), np.zeros(1, np.int64))
-    types = np.asarray(_numpy(output.GetCellTypes()), np.uint8)
-    table = np.full(256, 255, np.uint8)
-    table[list(_TYPES)] = list(_TYPES.values())
-    kinds = table[types]
-    if (kinds == 255).any():
-        cell = int(np.argmax(kinds == 255))
-        raise DataError(
-            f"{path}: cell {cell} is a {output.GetCell(cell).GetClassName()}, which is no surface "
-            f"cell ({int((kinds == 255).sum())} of {len(kinds)} are not); extract the surface first"
-        )
     connectivity, offsets = _cells(output.GetCells())
-    connectivity = connectivity.copy()
-    offsets = offsets.astype(np.int64)
-    for kind, walk in _WALKS.items():
-        rows = np.flatnonzero(types == kind)
-        if len(rows):
-            corners = offsets[rows][:, None] + np.arange(len(walk))
-            connectivity[corners] = connectivity[corners[:, walk]]
-    mixed = (kinds != POLYGON).any()
-    return Surface(_points(output), connectivity, offsets, kinds if mixed else None)
+    types = _numpy(output.GetCellTypes())
+    surface = from_types(path, connectivity, offsets.astype(np.int64), types)
+    surface.points = _points(output)
+    return surface
 
 
 def _merge_points(surface: Surface) -> Surface:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import multiprocessing as mp
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from cpflare.data.store import MARK, natural_order
 from cpflare.data.store_writer import StoreWriter
 from cpflare.errors import DataError
+from data_prep import interchange
+from data_prep.convert import Outcome, convert_case, source_size
 from data_prep.fields import FieldMap, load_field_map
-from data_prep.read import SUFFIXES, file_checksum, load_case
+from data_prep.read import SUFFIXES
 from data_prep.splits import draw_splits, keep_present, load_splits
+from data_prep.workers import run_tasks
 
 DEFAULT_DATASET = "drivaerml"
 
@@ -61,7 +58,8 @@ def find_cases(sources: Sequence[Path], field_map: FieldMap) -> dict[str, Path]:
     for source in map(Path, sources):
         if not source.exists():
             raise DataError(f"source={source} does not exist; give a folder or surface files")
-        files = [source] if source.is_file() else _search(source, field_map)
+        one = source.is_file() or interchange.is_layout(source)
+        files = [source] if one else _search(source, field_map)
         if not files:
             patterns = ", ".join(field_map.files)
             raise DataError(
@@ -82,7 +80,7 @@ def _search(folder: Path, field_map: FieldMap) -> list[Path]:
         files = {p for pattern in patterns for p in folder.rglob(pattern) if p.is_file()}
         if files:
             return sorted(p for p in files if p.suffix.lower() in SUFFIXES)
-    return []
+    return interchange.find(folder)
 
 
 def case_name(file: Path, field_map: FieldMap) -> str:
@@ -109,17 +107,18 @@ def prepare(
 ) -> PrepSummary:
     """Convert all cases of `sources` into `store`; cases that are there already are kept.
 
-    `seed` draws the order of the rows; `workers` processes convert one file each at a time. A case
-    that fails is left out, with its reason in the summary. The completion mark comes last: a store
-    whose preparation was stopped is refused by training, and the next call mends it.
+    `seed` draws the order of the rows; `workers` processes convert one file each at a time (0: this
+    process does it, and dies of whatever kills a reader). A case that fails is left out, with its
+    reason in the summary. The completion mark comes last: a store whose preparation was stopped is
+    refused by training, and the next call mends it.
 
     Raises: DataError, ConfigError for what concerns all cases: sources, map, splits, the store.
     """
     started = time.monotonic()
     if dataset is not None and field_map is not None:
         raise DataError(f"dataset={dataset} and map={field_map} are both given; give one of them")
-    if workers < 1:
-        raise DataError(f"workers={workers}; give at least 1")
+    if workers < 0:
+        raise DataError(f"workers={workers}; give 1 or more")
     mapping = load_field_map(field_map if field_map is not None else dataset or DEFAULT_DATASET)
     cases = find_cases([Path(s) for s in sources], mapping)
     listed = load_splits(splits) if splits is not None else None
@@ -135,7 +134,7 @@ def prepare(
         whole = writer.whole_cases()
         todo = {}
         for name, path in cases.items():
-            if name in whole and whole[name]["source_size"] == path.stat().st_size:
+            if name in whole and whole[name]["source_size"] == source_size(path):
                 summary.skipped.append(name)
             else:
                 whole.pop(name, None)
@@ -187,20 +186,16 @@ def _locked(store: Path) -> Iterator[None]:
         yield
 
 
-Outcome = dict[str, Any] | str  # a case's attributes, or why it failed
-
-
 def _convert_all(
     writer: StoreWriter, todo: dict[str, Path], field_map: FieldMap, workers: int
 ) -> Iterator[tuple[str, Outcome]]:
-    """Convert cases and show progress: in this process for one worker, else a process a file."""
+    """Convert cases and show progress."""
     started, cells = time.monotonic(), 0
-    run = _in_processes if workers > 1 and len(todo) > 1 else _in_turn
-    sizes = {name: path.stat().st_size for name, path in todo.items()}
+    sizes = {name: source_size(path) for name, path in todo.items()}
     with tqdm(
         total=sum(sizes.values()), unit="B", unit_scale=True, desc="prep", disable=not todo
     ) as bar:
-        for name, outcome in run(writer, todo, field_map, workers):
+        for name, outcome in _outcomes(writer, todo, field_map, workers):
             if isinstance(outcome, str):
                 bar.write(f"FAILED {name}: {outcome}")
             else:
@@ -214,96 +209,13 @@ def _convert_all(
             yield name, outcome
 
 
-def _in_turn(
+def _outcomes(
     writer: StoreWriter, todo: dict[str, Path], field_map: FieldMap, workers: int
 ) -> Iterator[tuple[str, Outcome]]:
+    # The processor's share of one worker, and no more than the work can use.
+    threads = max(1, min(4, len(os.sched_getaffinity(0)) // max(workers, 1)))
+    if workers:
+        yield from run_tasks(writer, todo, field_map, workers=workers, threads=threads)
+        return
     for name, path in todo.items():
-        yield name, convert_case(writer, name, path, field_map, _threads(workers))
-
-
-def _in_processes(
-    writer: StoreWriter, todo: dict[str, Path], field_map: FieldMap, workers: int
-) -> Iterator[tuple[str, Outcome]]:
-    """One spawned process a file: one that is killed fails its own case and no other."""
-    context, threads = mp.get_context("spawn"), _threads(workers)
-    waiting = list(todo.items())[::-1]
-    running: dict[Connection, tuple[str, BaseProcess]] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < workers:
-                name, path = waiting.pop()
-                receive, send = context.Pipe(duplex=False)
-                process: BaseProcess = context.Process(
-                    target=_work,
-                    args=(send, writer, name, path, field_map.to_dict(), threads),
-                    daemon=True,
-                )
-                process.start()
-                send.close()
-                running[receive] = (name, process)
-            for ready in wait(list(running)):
-                assert isinstance(ready, Connection)
-                name, process = running.pop(ready)
-                try:
-                    outcome: Outcome = ready.recv()
-                except EOFError:
-                    process.join()
-                    code = process.exitcode or 0
-                    how = f"signal {-code}" if code < 0 else f"status {code}"
-                    hint = " (out of memory? use fewer workers)" if code == -9 else ""
-                    outcome = f"{todo[name]}: its process ended with {how}{hint}"
-                process.join()
-                ready.close()
-                yield name, outcome
-    finally:
-        for _, process in running.values():
-            process.terminate()
-
-
-def _work(
-    send: Connection,
-    writer: StoreWriter,
-    name: str,
-    path: Path,
-    field_map: dict[str, Any],
-    threads: int,
-) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    send.send(convert_case(writer, name, path, FieldMap.from_dict(field_map), threads))
-
-
-def _threads(workers: int) -> int:
-    """Threads of one worker: the processor's share, and no more than the work can use."""
-    return max(1, min(4, len(os.sched_getaffinity(0)) // workers))
-
-
-def _end_with_parent() -> None:
-    """A worker whose parent was killed must not go on writing into the store."""
-    parent = mp.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-
-def convert_case(
-    writer: StoreWriter, name: str, path: Path, field_map: FieldMap, threads: int
-) -> Outcome:
-    """Read one file and write its case; a failure comes back as its reason in one line."""
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            checksum = pool.submit(file_checksum, path)
-            case = load_case(path, field_map, threads=threads)
-            attrs = {**case.attrs, "source": str(path.resolve())}
-            attrs["source_checksum"] = checksum.result()
-        return writer.write_case(
-            name,
-            case.fields,
-            association=case.association,
-            offset=case.offset,
-            attrs=attrs,
-            threads=threads,
-        )
-    except DataError as error:
-        return str(error)
-    except Exception as error:  # whatever it is, it must not take the other cases down
-        return f"{path}: {type(error).__name__}: {' '.join(str(error).split())}"
+        yield name, convert_case(writer, name, path, field_map, threads)

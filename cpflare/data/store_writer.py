@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import zarr
 from numpy.typing import NDArray
-from zarr.codecs import BytesCodec, Crc32cCodec
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 from zarr.storage import LocalStore
 
 from cpflare.data.statistics import Moments, Statistics, case_moments
@@ -34,6 +34,7 @@ DTYPES = {
     "area_vector": "<f8",
     "cell_id": "<i8",
 }  # every other field is float32
+PACKED = ("area", "area_vector", "cell_id")  # not read in training, and they pack well
 NOT_COUNTED = {"area", "area_vector", "cell_id"}  # no statistics are needed of these
 
 
@@ -246,7 +247,10 @@ def _write_array(
         chunks=(chunk, *channels),
         shards=(shard, *channels),
         serializer=BytesCodec(endian="little"),
-        compressors=[Crc32cCodec()],
+        compressors=[
+            *([BloscCodec(cname="lz4", clevel=5, shuffle="shuffle")] if field in PACKED else []),
+            Crc32cCodec(),
+        ],
         filters=None,
         # A chunk that is not there then reads as a value that no case may hold.
         fill_value=-1 if field == "cell_id" else np.nan,

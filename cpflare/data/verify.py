@@ -121,7 +121,7 @@ def _verify_case(case: Case) -> list[str]:
             problems += _verify_array(case, name)
         except DataError as error:
             problems.append(str(error))
-    if not problems:
+    if not problems and "area" in case.fields:
         problems += _verify_geometry(case)
     return problems
 

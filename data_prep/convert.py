@@ -1,0 +1,56 @@
+"""Converts one source file into one case of a store; a failure comes back in one line."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from cpflare.data.store_writer import StoreWriter
+from cpflare.errors import DataError
+from data_prep import interchange
+from data_prep.fields import FieldMap
+from data_prep.read import file_checksum, load_case
+
+Outcome = dict[str, Any] | str  # a case's attributes, or why it failed
+
+
+def convert_case(
+    writer: StoreWriter, name: str, path: Path, field_map: FieldMap, threads: int
+) -> Outcome:
+    """Read one source and write its case; the attributes, or the reason of a failure."""
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            checksum = pool.submit(source_checksum, path)
+            if interchange.is_layout(path):
+                case = interchange.load(path, field_map)
+            else:
+                case = load_case(path, field_map, threads=threads)
+            attrs = {**case.attrs, "source": str(path.resolve())}
+            attrs["source_checksum"] = checksum.result()
+        return writer.write_case(
+            name,
+            case.fields,
+            association=case.association,
+            offset=case.offset,
+            attrs=attrs,
+            threads=threads,
+        )
+    except DataError as error:
+        return str(error)
+    except Exception as error:  # whatever it is, it must not take the other cases down
+        return f"{path}: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def source_checksum(path: Path) -> str:
+    """SHA-256 of a file; of a source of several files, of their checksums."""
+    files = interchange.parts(path)
+    if len(files) == 1:
+        return file_checksum(files[0])
+    return hashlib.sha256(" ".join(file_checksum(f) for f in files).encode()).hexdigest()
+
+
+def source_size(path: Path) -> int:
+    """Bytes of all files of a source."""
+    return sum(p.stat().st_size for p in interchange.parts(path))

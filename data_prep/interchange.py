@@ -1,0 +1,247 @@
+"""Reads and writes two layouts of other projects: curator Zarr (v2 and v3) and FLARE.py's .npy.
+
+Curator Zarr (PhysicsNeMo-curator; v2 before December 2025, v3 after): one group a case with float32
+arrays surface_mesh_centers [N, 3], surface_normals [N, 3], surface_areas [N] and surface_fields
+[N, 4] (pressure, wall shear). FLARE.py: run_i/boundary_i_{points,normals,p,tau}.npy; it has no
+areas, but DrivAerML's boundary_cell_area_i.npy beside it is read.
+
+Rows are the source's, values have the source's units and signs. Neither layout has corners, so the
+area vector is normal times area, and the offset is the middle of the rows' bounding box.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+
+from cpflare.data.store import Case
+from cpflare.errors import DataError
+from data_prep.fields import FieldMap
+from data_prep.geometry import CLOSED
+from data_prep.read import CaseData, shear_sign_of
+
+Array = NDArray[Any]
+
+CENTRES, NORMALS, AREAS, FIELDS = (
+    "surface_mesh_centers",
+    "surface_normals",
+    "surface_areas",
+    "surface_fields",
+)
+LAYOUTS = ("curator-v2", "curator-v3", "flare")
+_CHUNK = 500_000  # rows
+_POINTS = re.compile(r"boundary_(.+)_points\.npy")
+
+
+def is_layout(path: Path) -> bool:
+    """Whether `path` is a case in one of the two layouts (a group, or a …_points.npy file)."""
+    if path.is_dir():
+        return any((path / CENTRES / name).is_file() for name in ("zarr.json", ".zarray"))
+    return _POINTS.fullmatch(path.name) is not None
+
+
+def find(folder: Path) -> list[Path]:
+    """All cases of the two layouts below a folder."""
+    groups = {p.parent for p in folder.rglob(CENTRES) if is_layout(p.parent)}
+    files = {p for p in folder.rglob("boundary_*_points.npy") if is_layout(p)}
+    return sorted(groups | files)
+
+
+def parts(path: Path) -> list[Path]:
+    """The files of a source: all of a group, the set of .npy files, or the file itself."""
+    if path.is_dir():
+        return sorted(p for p in path.rglob("*") if p.is_file())
+    if _POINTS.fullmatch(path.name):
+        return [p for p in _npy_files(path).values() if p.is_file()]
+    return [path]
+
+
+def load(path: Path, field_map: FieldMap) -> CaseData:
+    """Read a case of either layout under the map's units and signs.
+
+    Raises: DataError where an array is missing, of another length, not finite, or lacks chunks.
+    """
+    notices: list[str] = []
+    found = _read_curator(path, notices) if path.is_dir() else _read_npy(path)
+    num_rows = len(found["position"])
+    if num_rows == 0:
+        raise DataError(f"{path} has no rows; leave it out")
+    for name, values in found.items():
+        if len(values) != num_rows:
+            raise DataError(f"{path}: {name} has {len(values)} rows, position has {num_rows}")
+        if not np.isfinite(values).all():
+            row = int(np.argmin(np.isfinite(values.reshape(num_rows, -1)).all(axis=1)))
+            raise DataError(f"{path}: {name} is not finite at row {row}; repair it")
+    position = found["position"].astype(np.float64)
+    bounds = np.stack([position.min(axis=0), position.max(axis=0)], axis=1)
+    offset = bounds.mean(axis=1)
+    normal = found["normal"].astype(np.float64)
+    length = np.linalg.norm(normal, axis=1)
+    normal[length == 0] = (1.0, 0.0, 0.0)
+    normal /= np.where(length > 0, length, 1.0)[:, None]
+    fields: dict[str, Array] = {"position": position}
+    winding, residual = "unknown", None
+    if "area" in found:
+        area = found["area"].astype(np.float64)
+        area[length == 0] = 0.0
+        area_vector = normal * area[:, None]
+        volume = float(np.einsum("nc,nc->", position - offset, area_vector)) / 3
+        residual = float(np.linalg.norm(area_vector.sum(axis=0)) / max(area.sum(), 1e-300))
+        winding = "outward" if volume > 0 else "inward"
+        if winding == "inward":
+            normal, area_vector = -normal, -area_vector
+            notices.append("normals point inward by the signed volume: turned")
+        fields |= {"normal": normal.astype(np.float32), "area": area, "area_vector": area_vector}
+    else:
+        notices.append("no areas: forces and area-weighted metrics cannot be computed")
+        if field_map.winding == "inward":
+            winding, normal = "inward", -normal
+            notices.append("normals turned outward, since the map says that they point inward")
+        fields["normal"] = normal.astype(np.float32)
+    for name in ("pressure", "wall_shear"):
+        if name in field_map.fields and name in found:
+            source = field_map.fields[name]
+            values = found[name]
+            if (source.scale, source.offset) != (1.0, 0.0):
+                values = values.astype(np.float64) * source.scale + source.offset
+            fields[name] = values
+        elif name in field_map.fields:
+            raise DataError(f"{path}: {name} is missing from it; name a map without it")
+    reference = {
+        k: list(v) if isinstance(v, tuple) else v for k, v in asdict(field_map.reference).items()
+    }
+    attrs = {
+        "source": str(path),
+        "source_size": sum(p.stat().st_size for p in parts(path)),
+        "source_association": field_map.stored_association,
+        "source_names": {},
+        "source_files": {},
+        "shear_sign": shear_sign_of(field_map, fields, notices),
+        "winding": winding,
+        "axes": ["x", "y", "z"],
+        "length_scale": 1.0,
+        "units": dict(field_map.units),
+        "reference": reference,
+        "bounds": bounds.tolist(),
+        "closed": residual is not None and residual <= max(CLOSED, 1e-6),  # float32 areas
+        "closed_residual": residual,
+        "num_degenerate": int((length == 0).sum()),
+        "notices": notices,
+    }
+    return CaseData(fields, field_map.stored_association, offset, attrs)
+
+
+def _read_curator(path: Path, notices: list[str]) -> dict[str, Array]:
+    try:
+        group = zarr.open_group(path, mode="r")
+        arrays = {name: group[name] for name in (CENTRES, NORMALS, AREAS, FIELDS)}
+    except (KeyError, ValueError, FileNotFoundError) as error:
+        raise DataError(
+            f"{path} is no curator Zarr group: {error}; it needs {CENTRES}, …"
+        ) from None
+    out = {}
+    for name, array in arrays.items():
+        assert isinstance(array, zarr.Array)
+        missing = array.nchunks - array.nchunks_initialized
+        if missing and name != FIELDS:
+            raise DataError(
+                f"{path}: {name} lacks {missing} of {array.nchunks} chunks; copy it again"
+            )
+        if missing:
+            notices.append(
+                f"{missing} of {array.nchunks} chunks of {name} are absent: read as zero"
+            )
+        out[name] = np.asarray(array[:])
+    fields = out[FIELDS]
+    if fields.ndim != 2 or fields.shape[1] != 4:
+        raise DataError(f"{path}: {FIELDS} has shape {list(fields.shape)}, it must be [N, 4]")
+    return {
+        "position": out[CENTRES],
+        "normal": out[NORMALS],
+        "area": out[AREAS].reshape(-1),
+        "pressure": fields[:, 0],
+        "wall_shear": fields[:, 1:],
+    }
+
+
+def _npy_files(path: Path) -> dict[str, Path]:
+    match = _POINTS.fullmatch(path.name)
+    assert match is not None
+    stem = f"boundary_{match[1]}"
+    names = {"normal": "normals", "pressure": "p", "wall_shear": "tau"}
+    return {
+        "position": path,
+        **{field: path.parent / f"{stem}_{end}.npy" for field, end in names.items()},
+        "area": path.parent / f"boundary_cell_area_{match[1]}.npy",
+    }
+
+
+def _read_npy(path: Path) -> dict[str, Array]:
+    out = {}
+    for name, file in _npy_files(path).items():
+        if not file.is_file():
+            if name == "area":
+                continue
+            raise DataError(f"{file} is missing: {path.parent} has no {name}; copy it again")
+        try:
+            values = np.load(file, allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise DataError(f"{file} cannot be read: {error}; copy it again") from None
+        out[name] = values.reshape(-1) if name in ("pressure", "area") else values
+    return out
+
+
+def write(case: Case, out: Path, layout: str) -> Path:
+    """Write a store's case in source order as `OUT/<case>.zarr` or `OUT/<case>/boundary_i_….npy`.
+
+    Raises: DataError for an unknown layout, or a case that lacks a field of it.
+    """
+    if layout not in LAYOUTS:
+        raise DataError(f"layout={layout} is unknown; known are {', '.join(LAYOUTS)}")
+    need = ["position", "normal", "pressure", "wall_shear"]
+    need += [] if layout == "flare" else ["area"]
+    if missing := [name for name in need if name not in case.fields]:
+        raise DataError(f"case {case.name} has no {', '.join(missing)}; layout {layout} needs it")
+    rows = case.read(fields=[*need, "cell_id"])
+    back = np.empty(case.num_rows, np.int64)
+    back[rows.pop("cell_id")] = np.arange(case.num_rows)
+    source = {name: values[back].astype(np.float32) for name, values in rows.items()}
+    if layout == "flare":
+        return _write_npy(case.name, source, out)
+    return _write_curator(case, source, out, 2 if layout == "curator-v2" else 3)
+
+
+def _write_curator(case: Case, source: dict[str, Array], out: Path, zarr_format: Any) -> Path:
+    path = out / f"{case.name}.zarr"
+    out.mkdir(parents=True, exist_ok=True)
+    group = zarr.open_group(path, mode="w", zarr_format=zarr_format)
+    arrays = {
+        CENTRES: source["position"],
+        NORMALS: source["normal"],
+        AREAS: source["area"],
+        FIELDS: np.column_stack([source["pressure"], source["wall_shear"]]),
+    }
+    for name, values in arrays.items():
+        chunks = (min(_CHUNK, len(values)), *values.shape[1:])
+        array = group.create_array(name, shape=values.shape, dtype=values.dtype, chunks=chunks)
+        array[:] = values
+    group.update_attributes(
+        {"source": str(case.attrs["source"]), "shear_sign": case.attrs["shear_sign"]}
+    )
+    return path
+
+
+def _write_npy(name: str, source: dict[str, Array], out: Path) -> Path:
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    number = name.removeprefix("run_")
+    ends = {"position": "points", "normal": "normals", "pressure": "p", "wall_shear": "tau"}
+    for field, end in ends.items():
+        np.save(folder / f"boundary_{number}_{end}.npy", source[field])
+    return folder / f"boundary_{number}_points.npy"
