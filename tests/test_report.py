@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import sys
@@ -223,6 +224,19 @@ def test_what_is_missing_or_damaged_is_named(tmp_path):
     (run / "config.yaml").write_text("a: [")
     with pytest.raises(DataError, match=r"config\.yaml is damaged"):
         write_report(run)
+
+
+def test_predictions_newer_than_their_evaluation_are_named(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "predictions").mkdir()
+    (run / "predictions" / "metrics.json").write_text(json.dumps(METRICS))
+    for name in ("run_1", "run_2"):
+        (run / "predictions" / f"{name}.npz").touch()
+    os.utime(run / "predictions" / "run_1.npz", (0, 0))
+    os.utime(run / "predictions" / "metrics.json", (1000, 1000))
+    assert "predicted after the evaluation, so evaluate again: run_2<" in (
+        write_report(run).read_text()
+    )
 
 
 def test_long_curves_are_thinned_without_losing_their_extremes():

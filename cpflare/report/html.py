@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import struct
 import subprocess
 import sys
 import tempfile
@@ -14,13 +13,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from cpflare.errors import DataError
 from cpflare.report.curves import History, draw_curve, draw_evaluations, read_history
 from cpflare.report.plots import draw_parity
 from cpflare.report.style import CSS
+from cpflare.report.summary import headline_figures, plain
 
 _MAX_PICTURED_CASES = 2
 _RENDER_TIMEOUT_S = 600.0
@@ -48,6 +47,7 @@ def write_report(run_dir: Path, predictions: Path | None = None) -> Path:
         raise DataError(f"predictions folder {predictions} does not exist; predict into it first")
     metrics = _read_metrics(Path(predictions))
     notices += metrics.get("notices") or []
+    notices += _outdated(Path(predictions), metrics)
     body = [
         _header(run_dir, config),
         _summary(run_dir, history, metrics),
@@ -101,6 +101,22 @@ def _read_metrics(predictions: Path) -> dict[str, Any]:
     return metrics
 
 
+def _outdated(predictions: Path, metrics: Mapping[str, Any]) -> list[str]:
+    """Say which predictions are newer than the evaluation, so that no one trusts old figures."""
+    if not metrics:
+        return []
+    evaluated = (predictions / "metrics.json").stat().st_mtime
+    newer = [
+        case
+        for case in metrics["cases"]
+        for suffix in (".vtp", ".npz")
+        if (path := predictions / f"{case}{suffix}").is_file() and path.stat().st_mtime > evaluated
+    ]
+    if not newer:
+        return []
+    return [f"predicted after the evaluation, so evaluate again: {', '.join(newer)}"]
+
+
 def _get(config: Mapping[str, Any], dotted: str, default: Any = None) -> Any:
     value: Any = config
     for key in dotted.split("."):
@@ -125,73 +141,12 @@ def _header(run_dir: Path, config: Mapping[str, Any]) -> str:
 
 
 def _summary(run_dir: Path, history: History, metrics: Mapping[str, Any]) -> str:
-    figures: list[tuple[str, str, str]] = []  # value, unit, what it is
-    for field, values in (metrics.get("mean") or {}).items():
-        if "rel_l2" in values:
-            figures.append((f"{values['rel_l2']:.4f}", "", f"relative L2, {_plain(field)}"))
-    drag = (metrics.get("forces") or {}).get("Cd")
-    if drag:
-        figures.append((f"{drag['mae']:.4f}", "", "mean absolute error of Cd"))
-    if not figures:
-        for key in history.evaluation_keys():
-            best = min(row[key] for row in history.evaluations if row.get(key) is not None)
-            where = "subsample" if key.endswith("_sub") else "whole surfaces"
-            name = _plain(key.removesuffix("_sub").removesuffix("_rel_l2"))
-            figures.append((f"{best:.4f}", "", f"best relative L2, {name}, {where}"))
-    steps, losses = history.column("loss")
-    if len(losses):
-        figures.append((f"{losses[-1]:.3g}", "", f"loss at step {steps[-1]:,.0f}"))
-    speed = history.column("tokens_per_s")[1]
-    if len(speed):
-        value, prefix = _engineering(float(np.median(speed)))
-        figures.append((value, prefix, "cells/s, median in training"))
-    memory = history.column("peak_mem_bytes")[1]
-    if len(memory) and memory.max() > 0:
-        figures.append((f"{memory.max() / 2**30:.2f}", " GiB", "peak memory of a rank"))
-    seconds = float(history.column("step_s")[1].sum())
-    if seconds > 0:
-        figures.append((*_duration(seconds), "time in training steps"))
-    parameters = _count_parameters(run_dir / "model.safetensors")
-    if parameters:
-        value, prefix = _engineering(parameters)
-        figures.append((value, prefix, "parameters"))
     cells = "".join(
         f'<div class="figure"><b>{_text(value)}<small>{_text(unit)}</small></b>'
         f"<span>{_text(meaning)}</span></div>"
-        for value, unit, meaning in figures
+        for value, unit, meaning in headline_figures(run_dir, history, metrics)
     )
     return f'<section class="figures">{cells}</section>\n' if cells else ""
-
-
-def _plain(field: str) -> str:
-    return field.replace("_", " ")
-
-
-def _engineering(value: float) -> tuple[str, str]:
-    """Split a count into three significant digits and a prefix with a space before it."""
-    for factor, prefix in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if value >= factor:
-            return f"{value / factor:.3g}", prefix
-    return f"{value:.3g}", ""
-
-
-def _duration(seconds: float) -> tuple[str, str]:
-    for factor, unit in ((3600.0, " h"), (60.0, " min")):
-        if seconds >= factor:
-            return f"{seconds / factor:.1f}", unit
-    return f"{seconds:.1f}", " s"
-
-
-def _count_parameters(path: Path) -> int:
-    """Count the values of a safetensors file from its header alone; 0 where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, 1 << 26)))
-        shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-        return int(sum(np.prod(shape, dtype=np.int64) for shape in shapes))
-    except (OSError, struct.error, ValueError, KeyError, TypeError):
-        return 0  # only a figure of the summary: the report does not depend on the weights
 
 
 def _notices(notices: Sequence[str]) -> str:
@@ -249,7 +204,7 @@ def _evaluation(metrics: Mapping[str, Any]) -> str:
             if field in result
         ]
         foot = [["mean", *(_number(value) for value in mean.values())]]
-        parts.append(_table(_plain(field).capitalize(), note, ["case", *mean], rows, foot))
+        parts.append(_table(plain(field).capitalize(), note, ["case", *mean], rows, foot))
     names = list(dict.fromkeys(name for r in cases.values() for name in r.get("forces") or {}))
     if names:
         rows = []
@@ -314,7 +269,7 @@ def _pictures(predictions: Path, metrics: Mapping[str, Any], notices: list[str])
             if problem:
                 notices.append(f"no pictures of {case}: {problem}")
             for field, (names, png) in drawn.items():
-                title = f"{case}, {_plain(field)}"
+                title = f"{case}, {plain(field)}"
                 error = (metrics.get("cases") or {}).get(case, {}).get(field, {}).get("rel_l2")
                 rank = ""
                 if len(scored) > 1 and case in (ranked[0], ranked[-1]):
