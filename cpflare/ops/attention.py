@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cpflare.ops.merge import merge_partials
+from cpflare.ops.merge import RunningMerge, merge_partials
+from cpflare.ops.slices import plan_slices
 
 Backend = Literal["cpu_flash", "cuda_flash", "cuda_efficient", "plain"]
 
@@ -53,7 +54,8 @@ def attend(
 
     q [B, H, M, D], k and v [B, H, N, D] -> (o [B, H, M, D] in q's dtype, lse [B, H, M] in fp32, or
     fp64 for fp64). No keys give o = 0 and lse = -inf without calling a kernel (the CPU kernel ends
-    the process on zero keys).
+    the process on zero keys). The longer token axis is cut into slices that keep the device busy
+    and the kernels' indices in range (`cpflare.ops.slices`); the slices are joined by the merge.
     """
     stats = statistics_dtype(q.dtype)
     if k.shape[-2] == 0 or q.numel() == 0:
@@ -63,22 +65,26 @@ def attend(
     backend = backend or select_backend(q, k, v)
     if backend == "plain":
         return _plain(q, k, v, scale)
-    q, k, v = (_last_dim_dense(t) for t in (q, k, v))
-    if backend == "cpu_flash":
-        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
-        return o, lse.to(stats)
-    depth = q.shape[-1]
-    q, k, v = (_pad_depth(t) for t in (q, k, v))
-    if backend == "cuda_flash":
-        o, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)[
-            :2
-        ]
-    else:
-        o, lse = aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, False, scale=scale
-        )[:2]
-    # The kernels may pad the rows of the log-sum-exp to a multiple of their tile.
-    return o[..., :depth], lse[..., : q.shape[-2]].to(stats)
+    keys_are_long = k.shape[-2] > q.shape[-2]
+    plan = plan_slices(k if keys_are_long else q, short=q if keys_are_long else k)
+    if plan.is_whole:
+        return _kernel(q, k, v, scale, backend)
+    if keys_are_long:
+        merged = RunningMerge()
+        for part in plan.parts:
+            o, lse = _kernel(part.repeat(q), part.cut(k), part.cut(v), scale, backend)
+            for o_slice, lse_slice in zip(part.slices(o), part.slices(lse), strict=True):
+                merged.add(o_slice.to(stats), lse_slice)
+        o, lse = merged.result()
+        return o.to(q.dtype), lse
+    results = [
+        (part, *_kernel(part.cut(q), part.repeat(k), part.repeat(v), scale, backend))
+        for part in plan.parts
+    ]
+    return (
+        torch.cat([part.join(o) for part, o, _ in results], dim=2),
+        torch.cat([part.join(lse) for part, _, lse in results], dim=2),
+    )
 
 
 def attend_backward(
@@ -101,16 +107,75 @@ def attend_backward(
         P = exp(scale * Q K^T - L);  c = rowsum(dZ * Z);  dS = P * (dZ V^T - c)
         dV = P^T dZ;  dK = scale * dS^T Q;  dQ = scale * dS K
 
-    Source: mathematics of the exact backward.
+    Cut into slices as the forward is; what the slices share gets the sum of their gradients, in
+    the statistics' dtype. Source: mathematics of the exact backward.
     """
     if k.shape[-2] == 0 or q.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     backend = backend or select_backend(q, k, v)
     if backend == "plain":
         return _plain_backward(dz, q, k, v, z, lse, scale)
-    q, k, v = (_last_dim_dense(t) for t in (q, k, v))
     # The kernels read output and gradient in the query's dtype, whatever is passed.
-    dz, z = (t.to(q.dtype).contiguous() for t in (dz, z))
+    dz, z = dz.to(q.dtype), z.to(q.dtype)
+    keys_are_long = k.shape[-2] > q.shape[-2]
+    plan = plan_slices(k if keys_are_long else q, short=q if keys_are_long else k)
+    if plan.is_whole:
+        return _kernel_backward(dz, q, k, v, z, lse, scale, backend)
+    stats = statistics_dtype(q.dtype)
+    long: list[tuple[Tensor, ...]] = []
+    short: list[tuple[Tensor, ...]] = []
+    for part in plan.parts:
+        of_keys, of_rows = (part.cut, part.repeat) if keys_are_long else (part.repeat, part.cut)
+        dz_part, q_part, z_part, lse_part = (of_rows(t) for t in (dz, q, z, lse))
+        dq, dk, dv = _kernel_backward(
+            dz_part, q_part, of_keys(k), of_keys(v), z_part, lse_part, scale, backend
+        )
+        long_grads, short_grads = ((dk, dv), (dq,)) if keys_are_long else ((dq,), (dk, dv))
+        long.append(tuple(part.join(grad) for grad in long_grads))
+        short += zip(*(part.slices(grad) for grad in short_grads), strict=True)
+    joined = [torch.cat(grads, dim=2) for grads in zip(*long, strict=True)]
+    summed = [
+        torch.stack(grads).sum(dim=0, dtype=stats).to(q.dtype) for grads in zip(*short, strict=True)
+    ]
+    dq, dk, dv = (*summed, *joined) if keys_are_long else (*joined, *summed)
+    return dq, dk, dv
+
+
+def _kernel(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """One call of a fused forward kernel."""
+    stats = statistics_dtype(q.dtype)
+    q, k, v = (_last_dim_dense(t) for t in (q, k, v))
+    if backend == "cpu_flash":
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+        return o, lse.to(stats)
+    depth = q.shape[-1]
+    q, k, v = (_pad_depth(t) for t in (q, k, v))
+    if backend == "cuda_flash":
+        o, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)[
+            :2
+        ]
+    else:
+        o, lse = aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, False, scale=scale
+        )[:2]
+    # The kernels may pad the rows of the log-sum-exp to a multiple of their tile.
+    return o[..., :depth], lse[..., : q.shape[-2]].to(stats)
+
+
+def _kernel_backward(
+    dz: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    lse: Tensor,
+    scale: float,
+    backend: Backend,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One call of a fused backward kernel. dz and z come in the query's dtype."""
+    q, k, v, dz, z = (_last_dim_dense(t) for t in (q, k, v, dz, z))
     if backend == "cpu_flash":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dz, q, k, v, z, lse.contiguous(), 0.0, False, scale=scale
@@ -122,22 +187,9 @@ def attend_backward(
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
     if backend == "cuda_flash":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            dz,
-            q,
-            k,
-            v,
-            z,
-            lse,
-            None,
-            None,
-            rows,
-            k.shape[-2],
-            0.0,
-            False,
-            seed,
-            offset,
+            dz, q, k, v, z, lse, None, None, rows, k.shape[-2], 0.0, False, seed, offset,
             scale=scale,
-        )
+        )  # fmt: skip
     else:
         # The memory-efficient kernel wants the rows of the log-sum-exp padded to a multiple of 32;
         # infinity there makes the padded rows weigh nothing.

@@ -36,6 +36,27 @@ def merge_partials(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return _normalise((weights[..., None] * o).sum(dim=0), weights.sum(dim=0), top)
 
 
+class RunningMerge:
+    """Merges partial results as they come; holds a bounded number of them."""
+
+    def __init__(self, group: int = 32) -> None:
+        self.group = group
+        self.parts: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, o: Tensor, lse: Tensor) -> None:
+        """Take one more partial result, o [B, H, M, D] and lse [B, H, M], both of one dtype."""
+        self.parts.append((o, lse))
+        if len(self.parts) == self.group:
+            self.parts = [self.result()]
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The merge of all that were added, of which there must be one at least."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        outputs, sums = zip(*self.parts, strict=True)
+        return merge_partials(torch.stack(outputs), torch.stack(sums))
+
+
 def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
     """Merge every rank's partial result; the same value comes out on all ranks.
 
