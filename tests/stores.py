@@ -1,14 +1,22 @@
-"""Tiny data for tests: stores of smooth fields on ellipsoids, meshes as VTP files, run settings."""
+"""Tiny data and runs for tests: stores of fields on ellipsoids, meshes as VTP files, trainings."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
+from cpflare.config import load_config
 from cpflare.data.store import Store
 from cpflare.data.store_writer import StoreWriter
+from cpflare.log import set_up_logging
+from cpflare.parallel.topology import build_topology
+from cpflare.train.loop import train
 
 FIELD_MAP = {
     "association": "cell",
@@ -154,3 +162,20 @@ def read_metrics(run_dir, kind="step"):
     """The lines of metrics.jsonl of one kind."""
     lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def read_weights(run_dir):
+    """The final weights of a run."""
+    return load_file(Path(run_dir) / "model.safetensors")
+
+
+def train_rank(rank, world_size, overrides):
+    """One rank's part of a training; for `run_ranks`, or (0, 1, …) in the process of a test.
+
+    Returns what the rank wrote on standard error.
+    """
+    config = load_config(None, overrides)
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        set_up_logging(rank, world_size)
+        train(config, build_topology(config.parallel, torch.device("cpu")))
+    return text.getvalue()
