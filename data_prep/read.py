@@ -87,8 +87,8 @@ def _read(
         if vtk_arrays.can_decode(header, wanted):
             surface = vtk_arrays.decode(header, wanted)
         else:
-            vtk_xml.check_ascii(header, wanted)
             surface = vtk_files.read(path, association, lambda present: names)
+            vtk_xml.check_ascii(header, wanted, len(surface.connectivity))
             _compare(path, header, surface, names, association)
     else:
         if suffix in WITHOUT_FIELDS and asked:

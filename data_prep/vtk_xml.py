@@ -82,8 +82,10 @@ class XmlFile:
         return None
 
 
-def check_ascii(found: XmlFile, wanted: list[XmlArray]) -> None:
+def check_ascii(found: XmlFile, wanted: list[XmlArray], num_corners: int) -> None:
     """Count the numbers of ASCII arrays: VTK stops at what it needs and passes over the rest.
+
+    `num_corners` is what the cells' offsets promise as connectivity.
 
     Raises: DataError where an array of a one-piece file has another length than the header says.
     """
@@ -94,20 +96,34 @@ def check_ascii(found: XmlFile, wanted: list[XmlArray]) -> None:
         found.path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
+        corners = 0
         for array in arrays if len(found.pieces) == 1 else []:
-            need = tuples.get(array.section)
-            if array.name in ("offsets", "types"):
+            given = _count(data, array)
+            need = tuples.get(array.section, 0) * array.components
+            if array.name == "connectivity" and array.section not in tuples:
+                corners += given
+                continue
+            if array.section not in tuples:  # offsets and types
                 need = found.num_cells if array.section == "Cells" else found.count(array.section)
-            given = sum(
-                len(_NUMBER.findall(data, low, min(low + _PIECE, array.stop)))
-                - (low > array.start and _joined(data, low))
-                for low in range(array.start, array.stop, _PIECE)
-            )
-            if need is not None and given != need * array.components:
+            if given != need:
                 raise DataError(
-                    f"{found.path}: array {array.name or array.section} holds {given} numbers, "
-                    f"{need} tuples need {need * array.components}; the file is damaged"
+                    f"{found.path}: array {array.name or array.section} holds {given} numbers, the "
+                    f"header of the file says {need}; the file is damaged"
                 )
+        if corners not in (0, num_corners):
+            raise DataError(
+                f"{found.path}: connectivity holds {corners} numbers, offsets say {num_corners}; "
+                "the file is damaged"
+            )
+
+
+def _count(data: mmap.mmap, array: XmlArray) -> int:
+    """Numbers in the text of an ASCII array."""
+    total = 0
+    for low in range(array.start, array.stop, _PIECE):
+        total += len(_NUMBER.findall(data, low, min(low + _PIECE, array.stop)))
+        total -= low > array.start and _joined(data, low)
+    return total
 
 
 def _joined(data: mmap.mmap, low: int) -> bool:

@@ -40,7 +40,7 @@ class Moments:
         whole: Moments | None = None
         for start in range(0, len(table), _ROWS):
             # [channels, rows]: numpy reduces long rows several times faster than long columns
-            block = np.ascontiguousarray(table[start : start + _ROWS].T, np.float64)
+            block = np.array(table[start : start + _ROWS].T, np.float64, order="C")  # a copy
             mean = block.mean(axis=1)
             low, high = block.min(axis=1), block.max(axis=1)
             block -= mean[:, None]
