@@ -26,6 +26,8 @@ _NOSE_POWER: Final = 5.0
 _TAIL_POWER: Final = 12.0
 _UPPER_POWER: Final = 5.0
 _LOWER_POWER: Final = 12.0
+# How far the tyres would reach below the ground, m: the contact patches are flattened.
+_SQUASH: Final = 0.012
 
 
 class Span(NamedTuple):
@@ -154,7 +156,7 @@ class Body:
         y = box_y * half_width
         top, floor = self._tilted(x)
         floor = self._with_tyres(x, np.abs(y), half_width, floor)
-        height = floor + (top - floor) * 0.5 * (box_z + 1.0)
+        height = _ramp(floor + (top - floor) * 0.5 * (box_z + 1.0), 0.005)
         y = y * self._greenhouse(height)
         y = y + np.sign(box_y) * box_y**8 * self._wheel_discs(x, height)
         return np.stack([x, y, height + GROUND], axis=-1)
@@ -187,16 +189,16 @@ class Body:
         lowest = floor
         for axle in (0.0, self.shape.wheelbase):
             chord = np.maximum(WHEEL_RADIUS**2 - (x - axle) ** 2, 0.0)
-            tread = WHEEL_RADIUS - np.sqrt(chord)
+            tread = WHEEL_RADIUS - _SQUASH - np.sqrt(chord)
             lowest = lowest - across * _ramp(floor - tread, 0.02)
-        return np.maximum(lowest, 0.0)
+        return lowest
 
     def _wheel_discs(self, x: Array, height: Array) -> Array:
         """Outward shift of the sides that makes the wheels stand out, m."""
         shift = np.zeros_like(x)
         for axle in (0.0, self.shape.wheelbase):
             radius = np.hypot(x - axle, height - WHEEL_RADIUS)
-            shift += 0.02 * _step((WHEEL_RADIUS - 0.01 - radius) / 0.015)
+            shift += 0.012 * _step((WHEEL_RADIUS - 0.01 - radius) / 0.015)
         return shift
 
 

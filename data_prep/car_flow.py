@@ -20,15 +20,16 @@ from scipy.interpolate import make_interp_spline
 from data_prep.bodies import GROUND, Body
 from data_prep.body_mesh import Block, Lattice, SurfaceGrid
 from data_prep.panel import Mirror, Panels, solve
+from data_prep.vortex import horseshoe_velocity
 
 Array = NDArray[np.float64]
 
 COARSE: Final = Lattice(40, 16, 10)
 SPEED: Final = 38.889  # m/s
 VISCOSITY: Final = 1.507e-5  # m²/s
-TYRE_WAKE_PRESSURE: Final = -0.20
-# Panels lower than this above the ground are the tyres' contact patches: they are not wetted.
-_CONTACT_HEIGHT: Final = 0.012
+TYRE_WAKE_PRESSURE: Final = -0.35
+# Total pressure that the rough underbody takes from the stream below, times the ride height, m.
+UNDERBODY_LOSS: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -45,27 +46,30 @@ class CarFlow:
 
     def __init__(self, body: Body) -> None:
         self.body = body
+        shape = body.shape
         lattice = COARSE
         grid = SurfaceGrid(body, lattice)
         corners = grid.vertices[lattice.quads()]
         panels = Panels.from_corners(corners[_half_cells(lattice)])
-        wetted = panels.centre[:, 2] - GROUND > _CONTACT_HEIGHT
-        wet = Panels.from_corners(panels.corners[wetted])
-        base = self.base_weight(wet.centre, wet.normal)
-        outflow = base * np.maximum(wet.normal[:, 0], 0.0)
-        flow = solve(
-            wet,
-            np.array([1.0, 0.0, 0.0]),
-            outflows=outflow[None],
+        base = self.base_weight(panels.centre, panels.normal)
+        facing = np.maximum(panels.normal[:, 0], 0.0)
+        self.base_area = 2.0 * float((base * facing) @ panels.area)
+        self.wetted_area = 2.0 * float(panels.area.sum())
+        self.base_pressure = self._base_pressure()
+        self.loss = UNDERBODY_LOSS / shape.vehicle_ride_height
+
+        still = np.zeros(len(panels))
+        stream = np.broadcast_to([1.0, 0.0, 0.0], panels.centre.shape)
+        flows = solve(
+            panels,
+            np.stack([stream, np.zeros_like(stream), self._vortices(panels.centre)]),
+            outflow=np.stack([still, base * facing, still]),
             mirrors=(Mirror(1, 0.0), Mirror(2, GROUND)),
         )
-        self.base_area = 2.0 * float(outflow @ wet.area)
-        self.wetted_area = 2.0 * float(wet.area.sum())
-        self.base_pressure = self._base_pressure()
-        line = base * (1.0 - base) * wet.area
-        self.bleed = _bleed(flow.stream, flow.outflow[0], line, 1.0 - self.base_pressure)
-        velocity = np.full((len(panels), 3), np.nan)
-        velocity[wetted] = flow.stream + self.bleed * flow.outflow[0]
+        lines = _separation_lines(lattice, base) * panels.area
+        squares = 1.0 - self.base_pressure - np.array([0.0, self.loss])
+        self.bleed, self.circulation = _shed(flows, lines, panels.normal, squares)
+        velocity = np.einsum("k,knc->nc", [1.0, self.bleed, self.circulation], flows)
         self._at_vertices = _to_vertices(lattice, _mirrored(lattice, velocity))
 
     def base_weight(self, points: Array, normals: Array) -> Array:
@@ -78,7 +82,24 @@ class CarFlow:
     def tyre_wake_weight(self, points: Array, normals: Array) -> Array:
         """1 on the lee sides of the tyres."""
         tyre = self.body.tyre_weight(points[:, 0], points[:, 2] - GROUND)
-        return tyre * _step((normals[:, 0] - 0.25) / 0.08)
+        return tyre * _step((normals[:, 0] + 0.45) / 0.08)
+
+    def _vortices(self, points: Array) -> Array:
+        """Velocity [n, 3] at points of unit circulation about the body, with the ground's image."""
+        body, shape = self.body, self.body.shape
+        height = GROUND + 0.5 * (shape.vehicle_ride_height + 0.85)
+        stations = np.linspace(0.35, 0.9, 8)
+        spans = np.array([0.35, 0.55, 0.75]) * 0.5 * shape.vehicle_width
+        mirrored = points * [1.0, 1.0, -1.0] + [0.0, 0.0, 2.0 * GROUND]
+        velocity = np.zeros_like(points)
+        for fraction in stations:
+            x = body.x_nose + fraction * shape.vehicle_length
+            for span in spans:
+                corner = np.array([x, 0.0, height])
+                velocity += horseshoe_velocity(points, corner, span)
+                image = horseshoe_velocity(mirrored, corner, span)
+                velocity += image * [1.0, 1.0, -1.0]
+        return velocity / (len(stations) * len(spans))
 
     def _base_pressure(self) -> float:
         """Pressure coefficient of the base region."""
@@ -135,14 +156,19 @@ class CarFlow:
         channels = table.shape[-1]
         return at_vertices.reshape(-1, channels), excess.reshape(-1, channels)
 
+    def _underbody_loss(self, points: Array, normals: Array) -> Array:
+        """Loss of total pressure at points [n] of the underbody, growing from nose to tail."""
+        run = np.clip((points[:, 0] - self.body.x_nose) / self.body.shape.vehicle_length, 0.0, 1.0)
+        return self.loss * run * _step((-normals[:, 2] - 0.35) / 0.08)
+
     def evaluate(self, points: Array, normals: Array, fields: Array) -> SurfaceFlow:
         """Flow at points [n, 3] with outward normals [n, 3], from `fields_on`'s values [n, 4]."""
         base = self.base_weight(points, normals)
         tyre_wake = self.tyre_wake_weight(points, normals)
         square = np.maximum(fields[:, 3], 0.0)
-        cp = 1.0 - square
+        cp = 1.0 - square - self._underbody_loss(points, normals)
         cp = (1.0 - base) * cp + base * self.base_pressure
-        cp = (1.0 - tyre_wake) * cp + tyre_wake * np.minimum(cp, TYRE_WAKE_PRESSURE)
+        cp = (1.0 - tyre_wake) * cp + tyre_wake * TYRE_WAKE_PRESSURE
         separated = np.maximum(base, tyre_wake)
 
         along = fields[:, :3] - np.einsum("nc,nc->n", fields[:, :3], normals)[:, None] * normals
@@ -156,14 +182,39 @@ class CarFlow:
         return SurfaceFlow(cp, fluctuation, traction)
 
 
-def _bleed(stream: Array, outflow: Array, weight: Array, square: float) -> float:
-    """Strength of the outflow that makes the mean squared speed on the separation line `square`."""
-    a = float(weight @ np.einsum("nc,nc->n", outflow, outflow))
-    b = 2.0 * float(weight @ np.einsum("nc,nc->n", stream, outflow))
-    c = float(weight @ np.einsum("nc,nc->n", stream, stream)) - square * float(weight.sum())
-    root = b * b - 4.0 * a * c
-    strength = (-b - np.sqrt(root)) / (2.0 * a) if root > 0.0 else -b / (2.0 * a)
-    return float(np.clip(strength, 0.3, 1.4))
+def _shed(flows: Array, lines: Array, normal: Array, squares: Array) -> tuple[float, float]:
+    """Strengths of outflow and circulation that give both separation lines the wake's speed.
+
+    flows [3, n, 3] are those of the stream, of the unit outflow and of the unit circulation; lines
+    [2, n] weigh the panels on the upper and lower separation line. Two linear equations: the mean
+    speed along the surface, downstream, is √(1 − Cp) of the base.
+    """
+    along = np.array([1.0, 0.0, 0.0]) - normal[:, :1] * normal
+    along /= np.linalg.norm(along, axis=1)[:, None] + 1e-12
+    weights = lines / lines.sum(axis=1, keepdims=True)
+    speeds = np.einsum("ln,knc,nc->lk", weights, flows, along, optimize=True)
+    bleed, circulation = np.linalg.solve(speeds[:, 1:], np.sqrt(squares) - speeds[:, 0])
+    return float(bleed), float(circulation)
+
+
+def _separation_lines(lattice: Lattice, base: Array) -> Array:
+    """Weights [2, n] of the half's panels where the flow leaves the upper and the lower side.
+
+    Going downstream over the strip and the tail's first row, a panel counts by how much more of the
+    next one lies in the base; so the weights change smoothly with the shape.
+    """
+    half_y, half_around = lattice.ny // 2, lattice.around // 2
+    cap_cells = lattice.nz * half_y
+    strip = lattice.nx * half_around
+    numbers = np.arange(strip).reshape(lattice.nx, half_around)
+    tail = strip + cap_cells + np.arange(cap_cells).reshape(lattice.nz, half_y)
+    weights = np.zeros((2, len(base)))
+    upper = np.concatenate([numbers[:, half_y + lattice.nz :], tail[-1:, ::-1]])
+    lower = np.concatenate([numbers[:, :half_y], tail[:1]])
+    for weight, path in zip(weights, (upper, lower), strict=True):
+        beyond = np.concatenate([base[path], np.ones((1, half_y))])
+        weight[path] = np.maximum(np.diff(beyond, axis=0), 0.0)
+    return weights
 
 
 def _half_cells(lattice: Lattice) -> NDArray[np.int64]:
@@ -194,32 +245,25 @@ def _mirrored(lattice: Lattice, half: Array) -> Array:
 
 
 def _to_vertices(lattice: Lattice, velocity: Array) -> Array:
-    """Velocity and its square [vertices, 4] from those in the quads, NaN where there is none.
+    """Velocity and its square [vertices, 4] from those in the quads.
 
     Averages to the vertices and twice gives back what averaging lost; a checkerboard, which means
     nothing in a panel solution, stays lost.
     """
     quads = lattice.quads()
     fields = np.concatenate([velocity, np.einsum("nc,nc->n", velocity, velocity)[:, None]], axis=1)
-    known = np.isfinite(fields[:, 0])
-    while not known.all():  # contact patches take their neighbours' values
-        around = _average(quads, np.where(known[:, None], fields, 0.0), known)
-        reached = ~known & np.isfinite(around[quads, 0]).any(axis=1)
-        fields[reached] = np.nanmean(around[quads[reached]], axis=1)
-        known |= reached
-    values = _average(quads, fields, known)
+    values = _average(quads, fields)
     for _ in range(2):
-        values += _average(quads, fields - values[quads].mean(axis=1), known)
+        values += _average(quads, fields - values[quads].mean(axis=1))
     return values
 
 
-def _average(quads: NDArray[np.int64], fields: Array, known: NDArray[np.bool_]) -> Array:
-    """Mean over the known quads at each vertex, NaN where there are none."""
-    ids = quads[known].ravel()
-    count = np.bincount(ids, minlength=quads.max() + 1).astype(np.float64)
-    repeated = np.repeat(fields[known], quads.shape[1], axis=0)
-    sums = [np.bincount(ids, weights=channel, minlength=len(count)) for channel in repeated.T]
-    count[count == 0.0] = np.nan
+def _average(quads: NDArray[np.int64], fields: Array) -> Array:
+    """Mean at each vertex over the quads around it."""
+    ids = quads.ravel()
+    count = np.bincount(ids)
+    repeated = np.repeat(fields, quads.shape[1], axis=0)
+    sums = [np.bincount(ids, weights=channel) for channel in repeated.T]
     return np.asarray(np.stack(sums, axis=1) / count[:, None])
 
 

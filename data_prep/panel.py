@@ -137,31 +137,22 @@ def _influence_once(panels: Panels, points: Array, own: bool) -> Array:
     return offset
 
 
-@dataclass(frozen=True)
-class PanelFlow:
-    """Flow about the panels: one velocity field for the stream and one for each extra outflow."""
-
-    stream: Array  # [n, 3] velocity at the centres for the unit stream and no flow through panels
-    outflow: Array  # [k, n, 3] velocity at the centres for the k outflows alone, no stream
-
-
 def solve(
     panels: Panels,
-    stream: Array,
+    onset: Array,
     *,
-    outflows: Array | None = None,
+    outflow: Array | None = None,
     mirrors: tuple[Mirror, ...] = (),
-) -> PanelFlow:
-    """Solve for the source strengths and return the velocities at the panels' centres.
+) -> Array:
+    """Velocities [k, n, 3] at the panels' centres of k flows, each by itself; sums are flows too.
 
-    stream [3] is the velocity far away; outflows [k, n] are normal velocities through the panels,
-    each solved alone, so that any combination is a sum. Velocities are in the stream's unit.
+    onset [k, n, 3] is each flow's velocity at the centres without the body (a stream, vortices with
+    their images); outflow [k, n] its wanted normal velocity through the panels, by default none.
     """
     matrix = influence(panels, panels.centre, own=True, mirrors=mirrors)
     normal_matrix = np.einsum("cmn,mc->mn", matrix, panels.normal)
-    sides = [-panels.normal @ stream]
-    if outflows is not None:
-        sides.extend(outflows)
-    strengths = np.linalg.solve(normal_matrix, np.stack(sides, axis=1))  # [n, 1 + k]
-    velocity = np.einsum("cmn,nk->kmc", matrix, strengths, optimize=True)
-    return PanelFlow(velocity[0] + stream, velocity[1:])
+    side = -np.einsum("knc,nc->nk", onset, panels.normal)  # [n, k]
+    if outflow is not None:
+        side += outflow.T
+    strengths = np.linalg.solve(normal_matrix, side)
+    return np.asarray(onset + np.einsum("cmn,nk->kmc", matrix, strengths, optimize=True))

@@ -42,7 +42,7 @@ class SurfaceWriter:
         names = ("points", "connectivity", "offsets", *self._fields)
         self._spools: dict[str, BinaryIO] = {}
         for name in names:
-            spool = tempfile.TemporaryFile(dir=self._path.parent)  # noqa: SIM115 - the stack closes it
+            spool = tempfile.TemporaryFile(dir=self._path.parent)
             self._spools[name] = self._stack.enter_context(spool)
         return self
 
