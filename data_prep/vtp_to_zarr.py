@@ -14,7 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cpflare.data.store import MARK, natural_order
-from cpflare.data.store_writer import StoreWriter
+from cpflare.data.store_writer import LOCK, StoreWriter
 from cpflare.errors import DataError
 from data_prep import interchange
 from data_prep.convert import Outcome, convert_case, source_size
@@ -154,9 +154,12 @@ def prepare(
         if whole:
             where = str(splits) if splits is not None else f"--split-seed {split_seed}"
             chosen = listed or draw_splits({*cases, *whole}, split_seed)
-            kept, absent, summary.unassigned = keep_present(chosen, whole, where)
-            summary.absent = [n for n in absent if n not in summary.failed]
-            writer.finish(whole, kept, summary.failed)
+            if summary.failed and not set(whole).intersection(chosen["train"]):
+                tqdm.write(f"{where}: all training cases failed, so {store} is not complete")
+            else:
+                kept, absent, summary.unassigned = keep_present(chosen, whole, where)
+                summary.absent = [n for n in absent if n not in summary.failed]
+                writer.finish(whole, kept, summary.failed)
     summary.seconds = time.monotonic() - started
     return summary
 
@@ -164,7 +167,7 @@ def prepare(
 def _refuse_foreign(writer: StoreWriter) -> None:
     """--overwrite deletes stores, and nothing else."""
     path = writer.path
-    if path.exists() and any(path.iterdir()):
+    if not writer.is_empty:
         text = (path / "zarr.json").read_text() if (path / "zarr.json").is_file() else ""
         if "cpflare_schema" not in text:
             raise DataError(f"store={path} exists and is no cpflare store; it is not overwritten")
@@ -173,7 +176,7 @@ def _refuse_foreign(writer: StoreWriter) -> None:
 @contextmanager
 def _locked(store: Path) -> Iterator[None]:
     """Keep a second preparation off the store: two writers on one shard lose data silently."""
-    with (store / ".lock").open("w") as file:
+    with (store / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -23,6 +23,8 @@ from cpflare.data.store_writer import StoreWriter
 from data_prep.convert import Outcome, convert_case
 from data_prep.fields import FieldMap
 
+COMMAND = [sys.executable, "-m", "data_prep.workers"]
+
 
 @dataclass(frozen=True)
 class Task:
@@ -40,9 +42,11 @@ class _Worker:
         task_read, task_write = os.pipe()
         done_read, done_write = os.pipe()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        command = [sys.executable, "-m", "data_prep.workers", str(task_read), str(done_write)]
         self.process = subprocess.Popen(
-            command, pass_fds=(task_read, done_write), env=environment, stdin=subprocess.DEVNULL
+            [*COMMAND, str(task_read), str(done_write)],
+            pass_fds=(task_read, done_write),
+            env=environment,
+            stdin=subprocess.DEVNULL,
         )
         os.close(task_read)
         os.close(done_write)

@@ -26,7 +26,7 @@ Array = NDArray[Any]
 
 CHUNK_ROWS = 32_768  # at most; a step's window of 100,000 rows touches four or five
 SHARD_CHUNKS = 32  # about a million rows a file, so a case of 8.6 M rows has 63 files
-ASIDE = ".partial"
+ASIDE, LOCK = ".partial", ".lock"
 DTYPES = {
     "position": "<f4",
     "normal": "<f4",
@@ -72,12 +72,19 @@ class StoreWriter:
             "field_map": self.field_map,
         }
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is there, or what a run that was stopped at its start left."""
+        if not self.path.exists():
+            return True
+        return all(p.name in (LOCK, ASIDE) for p in self.path.iterdir())
+
     def check(self) -> None:
         """Refuse a folder that is another thing, or a store made in another way.
 
         Raises: DataError that names what differs.
         """
-        if not self.path.exists() or not any(self.path.iterdir()):
+        if self.is_empty:
             return
         try:
             before = json.loads((self.path / "zarr.json").read_text()).get("attributes", {})
