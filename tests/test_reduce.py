@@ -91,7 +91,7 @@ def sum_and_encode(rank, world_size, parts):
     traffic = reducer.comm.take_traffic()
     q = torch.ones(1, 1, 1, 2)
     k = torch.zeros(1, 1, rank, 2)
-    z = reducer.softmax(q, k, torch.full_like(k, float(rank)), scale=1.0)
+    z = reducer.softmax(q, [k], [torch.full_like(k, float(rank))], scale=1.0)
     return total.detach(), grad, partial.detach(), traffic, z
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from cpflare.config import Config, ModelConfig, config_from_dict, load_config
 from cpflare.models.layers import FeedForward, ResidualMLP, initialise_linear, make_norm
-from cpflare.models.mixer import mix
+from cpflare.models.mixer import State, Tokens, reduce_stages
 from cpflare.models.mixers import build_mixer
 from cpflare.ops import Reducer
 from cpflare.ops.random import token_dropout
 
+CPU_CHUNK_BYTES = 2**21
+"""Bytes of one activation of a chunk on a CPU."""
+
 Drop = Callable[[Tensor, int], Tensor]
+"""Dropout of one chunk's tokens: (x [B, n, C], layer) -> the same shape."""
 
 
 class Block(nn.Module):
@@ -29,9 +34,36 @@ class Block(nn.Module):
         self.norm2 = make_norm(config.norm, config.channels)
         self.ffn = FeedForward(config.channels, int(config.channels * config.ffn_ratio))
 
-    def forward(self, x: Tensor, reducer: Reducer, drop: Drop) -> Tensor:
-        x = x + drop(mix(self.mixer, self.norm1(x), reducer), 2 * self.index)
-        return x + drop(self.ffn(self.norm2(x)), 2 * self.index + 1)
+    def tokens(self, x: Tensor) -> Tokens:
+        """The mixer's token-local tensors of a chunk x [B, n, C]."""
+        return self.mixer.tokens(self.norm1(x))
+
+    def emit(self, x: Tensor, tokens: Tokens, state: State, drop: Drop) -> Tensor:
+        """The block's output of a chunk, once the stages' state is known.  [B, n, C] -> the same"""
+        x = x + drop(self.mixer.emit(tokens, state), 2 * self.index)
+        return x + drop(self._feed_forward(x), 2 * self.index + 1)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        """Recomputed in the backward: its hidden layer is most of what a block would hold."""
+        if not torch.is_grad_enabled():
+            return self._normalised_ffn(x)
+        out: Tensor = checkpoint(
+            self._normalised_ffn, x, use_reentrant=False, preserve_rng_state=False
+        )
+        return out
+
+    def _normalised_ffn(self, x: Tensor) -> Tensor:
+        out: Tensor = self.ffn(self.norm2(x))
+        return out
+
+    def forward(self, xs: list[Tensor], reducer: Reducer, drops: Sequence[Drop]) -> list[Tensor]:
+        """All chunks of this rank's tokens at once. Communication: one reduction a stage."""
+        tokens = [self.tokens(x) for x in xs]
+        state = reduce_stages(self.mixer, tokens, reducer)
+        return [
+            self.emit(x, chunk, state, drop)
+            for x, chunk, drop in zip(xs, tokens, drops, strict=True)
+        ]
 
 
 class Backbone(nn.Module):
@@ -46,7 +78,7 @@ class Backbone(nn.Module):
     ) -> None:
         super().__init__()
         width = config.channels
-        self.dropout, self.seed = config.dropout, seed
+        self.width, self.dropout, self.seed = width, config.dropout, seed
         self.in_proj = ResidualMLP(
             in_channels, width, width, input_residual=True, output_residual=True
         )
@@ -56,6 +88,7 @@ class Backbone(nn.Module):
             width, width, out_channels, input_residual=True, output_residual=False
         )
         self.reducer = Reducer()
+        self.chunk_tokens: int | None = None
         self.apply(initialise_linear)
 
     def forward(self, inputs: Tensor, rows: Tensor | None = None, step: int = 0) -> Tensor:
@@ -76,26 +109,55 @@ class Backbone(nn.Module):
                 f"inputs of shape {list(inputs.shape)} do not fit; the model reads [B, n, "
                 f"{self.in_proj.fc1.in_features}]"
             )
-        drop = self._drop(inputs, rows, step)
-        x = self.in_proj(inputs if inputs.ndim == 3 else inputs[None])  # [B, n, C]
+        batched = inputs if inputs.ndim == 3 else inputs[None]
+        size = self.chunk_tokens or default_chunk_tokens(batched, self.width)
+        chunks = batched.split(size, dim=1)
+        drops = self.drops([chunk.shape[1] for chunk in chunks], rows, step)
+        xs = [self.in_proj(chunk) for chunk in chunks]  # [B, n, C] each
         for block in self.blocks:
-            x = block(x, self.reducer, drop)
-        outputs: Tensor = self.out_proj(self.out_norm(x))
+            xs = block(xs, self.reducer, drops)
+        outputs = torch.cat([self.head(x) for x in xs], dim=1)
         return outputs if inputs.ndim == 3 else outputs[0]
 
-    def _drop(self, inputs: Tensor, rows: Tensor | None, step: int) -> Drop:
+    def head(self, x: Tensor) -> Tensor:
+        """The output head of a chunk.  [B, n, C] -> [B, n, O]"""
+        out: Tensor = self.out_proj(self.out_norm(x))
+        return out
+
+    def drops(self, sizes: Sequence[int], rows: Tensor | None, step: int) -> list[Drop]:
+        """The dropout of each chunk of `sizes` tokens; a function of the tokens' global rows."""
         if not self.training or self.dropout == 0:
-            return lambda x, _: x
-        if rows is None or rows.shape != inputs.shape[-2:-1]:
+            return [_keep] * len(sizes)
+        if rows is None or rows.shape[0] != sum(sizes):
             raise ValueError(
-                f"model.dropout={self.dropout} needs the rows of the {inputs.shape[-2]} tokens, "
-                f"got {None if rows is None else list(rows.shape)}; pass rows="
+                f"model.dropout={self.dropout} needs the rows of the {sum(sizes)} tokens, got "
+                f"{None if rows is None else list(rows.shape)}; pass rows="
             )
+        return [_TokenDrop(part, self.dropout, self.seed, step) for part in rows.split(list(sizes))]
 
-        def drop(x: Tensor, layer: int) -> Tensor:
-            return token_dropout(x, rows, self.dropout, seed=self.seed, step=step, layer=layer)
 
-        return drop
+class _TokenDrop:
+    """Dropout as a function of (seed, step, layer, global row)."""
+
+    def __init__(self, rows: Tensor, p: float, seed: int, step: int) -> None:
+        self.rows, self.p, self.seed, self.step = rows, p, seed, step
+
+    def __call__(self, x: Tensor, layer: int) -> Tensor:
+        return token_dropout(x, self.rows, self.p, seed=self.seed, step=self.step, layer=layer)
+
+
+def _keep(x: Tensor, layer: int) -> Tensor:
+    return x
+
+
+def default_chunk_tokens(x: Tensor, width: int) -> int:
+    """Tokens of a chunk: on a CPU what the caches hold, on a GPU the whole shard.
+
+    x [B, n, F]: the rank's tokens; `width`: channels of the activations.
+    """
+    if x.device.type != "cpu":
+        return max(x.shape[1], 1)
+    return max(CPU_CHUNK_BYTES // (width * x.element_size()), 256)
 
 
 def build_model(config: Config | Mapping[str, Any] | str) -> Backbone:

@@ -11,7 +11,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,12 +54,19 @@ class SoftmaxStage:
     finish: Callable[[Tensor, State], State]
     scale: float
 
-    def reduce(self, tokens: Tokens, state: State, reducer: Reducer) -> Tensor:
+    def operands(
+        self, tokens: Sequence[Tokens], state: State
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Queries, and the keys and values of each chunk, in the dtype that attention runs in."""
+        ks = [match_dtypes(chunk[self.keys])[0] for chunk in tokens]
+        vs = [match_dtypes(chunk[self.values])[0] for chunk in tokens]
+        q = self.query(state).expand(ks[0].shape[0], -1, -1, -1)
+        return q.to(ks[0].dtype), ks, vs
+
+    def reduce(self, tokens: Sequence[Tokens], state: State, reducer: Reducer) -> Tensor:
         """Communication: one encoder over the reducer's ranks."""
-        k, v = tokens[self.keys], tokens[self.values]
-        q = self.query(state).expand(k.shape[0], -1, -1, -1)
-        q, k, v = match_dtypes(q, k, v)
-        return reducer.softmax(q, k, v, scale=self.scale)
+        q, ks, vs = self.operands(tokens, state)
+        return reducer.softmax(q, ks, vs, scale=self.scale)
 
 
 class Mixer(Protocol):
@@ -79,13 +86,12 @@ class Mixer(Protocol):
         ...
 
 
-def mix(mixer: Mixer, x: Tensor, reducer: Reducer) -> Tensor:
-    """Run a mixer over this rank's tokens at once.  [B, n, C] -> [B, n, C]"""
-    tokens = mixer.tokens(x)
+def reduce_stages(mixer: Mixer, tokens: Sequence[Tokens], reducer: Reducer) -> State:
+    """Run a mixer's stages over all chunks of this rank's tokens. Communication: one a stage."""
     state: State = {}
     for stage in mixer.stages:
         state |= stage.finish(stage.reduce(tokens, state, reducer), state)
-    return mixer.emit(tokens, state)
+    return state
 
 
 def match_dtypes(*tensors: Tensor) -> tuple[Tensor, ...]:

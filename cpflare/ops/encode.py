@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,37 +11,66 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cpflare.ops.attention import attend, attend_backward, statistics_dtype
-from cpflare.ops.merge import merge_over_ranks
+from cpflare.ops.merge import RunningMerge, merge_over_ranks
 from cpflare.parallel.comm import Communicator, as_communicator
 
 
 class Encode(torch.autograd.Function):
-    """Latents gather from the tokens of all ranks.
+    """Latents gather from the tokens of all ranks; a rank's tokens come in one or more chunks.
 
-    Forward, on each rank with its n tokens:  (O_r, L_r) = attend(q, k_r, v_r);  (Z, L) = merge over
-    ranks. Backward:  dZ = all_reduce_sum(dZ partial);  dK_r, dV_r and this rank's part of dQ from
-    the global Z, L.
+    Forward, on each rank with its chunks c:  (O_c, L_c) = attend(q, k_c, v_c);  (Z, L) = merge over
+    chunks, then over ranks.
+    Backward:  dZ = all_reduce_sum(dZ partial);  dK_c, dV_c and this rank's part of dQ from the
+    global Z, L.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, comm: Communicator
-    ) -> Tensor:
-        o, lse = attend(q, k, v, scale=scale)
-        z, lse = merge_over_ranks(o.to(lse.dtype), lse, comm)
-        ctx.save_for_backward(q, k, v, z, lse)
+    def forward(ctx: Any, scale: float, comm: Communicator, q: Tensor, *kv: Tensor) -> Tensor:
+        num_chunks = len(kv) // 2
+        z, lse = encode_chunks(q, zip(kv[:num_chunks], kv[num_chunks:], strict=True), scale=scale)
+        z, lse = merge_over_ranks(z, lse, comm)
+        ctx.save_for_backward(q, z, lse, *kv)
         ctx.scale, ctx.comm = scale, comm
         return z.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, z, lse = ctx.saved_tensors
-        # Summed in the statistics' dtype: the rounding must not grow with the number of ranks.
-        dz = dz.to(statistics_dtype(q.dtype), copy=True, memory_format=torch.contiguous_format)
-        dz = ctx.comm.all_reduce(dz)
-        dq, dk, dv = attend_backward(dz, q, k, v, z, lse, scale=ctx.scale)
-        return dq, dk, dv, None, None
+        q, z, lse, *kv = ctx.saved_tensors
+        dz = sum_state_gradient(dz, q.dtype, ctx.comm)
+        num_chunks = len(kv) // 2
+        dq = torch.zeros_like(q, dtype=dz.dtype)
+        grads = []
+        for k, v in zip(kv[:num_chunks], kv[num_chunks:], strict=True):
+            dq_chunk, *dkv = attend_backward(dz, q, k, v, z, lse, scale=ctx.scale)
+            dq += dq_chunk
+            grads.append(dkv)
+        dks, dvs = zip(*grads, strict=True)
+        return None, None, dq.to(q.dtype), *dks, *dvs
+
+
+def encode_chunks(
+    q: Tensor, chunks: Iterable[tuple[Tensor, Tensor]], *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The encoder over this rank's chunks of keys and values, before the merge over ranks.
+
+    q [B, H, M, D], chunks of k and v [B, H, n, D] -> (o [B, H, M, D], lse [B, H, M]) in the
+    statistics' dtype. Communication: none.
+    """
+    merged = RunningMerge()
+    for k, v in chunks:
+        o, lse = attend(q, k, v, scale=scale)
+        merged.add(o.to(lse.dtype), lse)
+    return merged.result()
+
+
+def sum_state_gradient(dz: Tensor, dtype: torch.dtype, comm: Communicator) -> Tensor:
+    """The gradient of a replicated tensor from the ranks' partial sums, in the statistics' dtype.
+
+    The rounding must not grow with the number of ranks. Communication: one all-reduce.
+    """
+    dz = dz.to(statistics_dtype(dtype), copy=True, memory_format=torch.contiguous_format)
+    return comm.all_reduce(dz)
 
 
 class Decode(torch.autograd.Function):
@@ -91,7 +121,14 @@ def encode(
     """
     _check("encode", q, k, v)
     _check_same("encode", "k", k, "v", v, slice(2, 3))
-    return Encode.apply(q, k, v, float(scale), as_communicator(group))  # type: ignore[no-any-return, no-untyped-call]
+    return encode_chunked(q, [k], [v], scale=scale, comm=as_communicator(group))
+
+
+def encode_chunked(
+    q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], *, scale: float, comm: Communicator
+) -> Tensor:
+    """`encode` with this rank's tokens in chunks, which are never joined.  -> z [B, H, M, D]"""
+    return Encode.apply(float(scale), comm, q, *ks, *vs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def decode(k: Tensor, q: Tensor, z: Tensor, *, scale: float) -> Tensor:

@@ -6,6 +6,7 @@ for a single rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cpflare.ops.attention import statistics_dtype
-from cpflare.ops.encode import encode
+from cpflare.ops.encode import encode_chunked
 from cpflare.parallel.comm import Communicator
 
 
@@ -47,12 +48,14 @@ class Reducer:
     def __init__(self, comm: Communicator | None = None) -> None:
         self.comm = comm if comm is not None else Communicator(None)
 
-    def softmax(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    def softmax(
+        self, q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], *, scale: float
+    ) -> Tensor:
         """The exact encoder; see `cpflare.ops.encode`.
 
         [B, H, M, D], [B, H, n, D] twice -> [B, H, M, D]
         """
-        return encode(q, k, v, scale=scale, group=self.comm)
+        return encode_chunked(q, ks, vs, scale=scale, comm=self.comm)
 
     def sum(self, partial: Tensor) -> Tensor:
         """The sum of the ranks' partial sums, the same on all ranks.
