@@ -5,14 +5,17 @@ torchrun --nproc_per_node=4 train_cp.py CONFIG key=value …
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from cpflare.config import load_config
 from cpflare.log import set_up_logging
-from cpflare.parallel.runtime import agreed, run_guarded, same_on_all
+from cpflare.parallel.lifeline import own_lifeline, stop_on_signals
+from cpflare.parallel.runtime import STOPPED, USER_ERROR, agreed, run_guarded, same_on_all
 from cpflare.parallel.topology import build_topology, environment_ranks, resolve_axes, start_ranks
 from cpflare.train.loop import train
 from launch.arguments import Parser, describe_keys
@@ -27,19 +30,36 @@ examples:
   python train_cp.py my.yaml train.steps=10 run.dir=runs/try
 """
 
+STATUSES = f"""\
+exit status of a rank (torchrun itself ends with 1 for any but 0; --status-file tells them apart):
+  0   the run is finished; starting it again does nothing
+  {STOPPED}  SIGTERM or SIGUSR1 stopped it: all ranks stopped after the same step, or within an
+      evaluation, and wrote a checkpoint; the same command goes on from there
+  {USER_ERROR}   a configuration, a file or data that you can mend; the message says how
+  1   anything else: a rank was killed, stopped answering or ran out of memory, or a bug
+torchrun forwards SIGTERM to its ranks and kills them 30 s later (--shutdown-timeout); it dies of
+SIGUSR1, so send that to the ranks themselves (slurm/train_cp.sbatch does).
+"""
+
 
 def parser() -> Parser:
     """The command line of `train_cp.py` and of `cpflare train`."""
     parser = Parser(
         prog="train_cp.py",
         description="Train a surrogate, each case split by token over the ranks.",
-        epilog=f"{EXAMPLES}\n{describe_keys()}",
+        epilog=f"{EXAMPLES}\n{STATUSES}\n{describe_keys()}",
     )
     parser.add_argument(
         "config",
         nargs="*",
         metavar="CONFIG.yaml | key=value",
         help="a YAML file or the name of a shipped one, then overrides; without a file: quickstart",
+    )
+    parser.add_argument(
+        "--status-file",
+        type=Path,
+        metavar="FILE",
+        help="rank 0 writes its exit status there as its last act",
     )
     return parser
 
@@ -55,6 +75,7 @@ def main(argv: Sequence[str]) -> None:
     """One rank's training."""
     with same_on_all():
         options = parser().parse_args(argv)
+        own_lifeline().status_file = options.status_file
         name, overrides = split_arguments(options.config)
         config = load_config(name or EMBEDDED, overrides)
         rank, world_size, _ = environment_ranks()
@@ -63,13 +84,16 @@ def main(argv: Sequence[str]) -> None:
     if torch.get_num_threads() > 1 and world_size > 1 and not torch.cuda.is_available():
         # Ranks of one machine share its cores; torchrun sets one thread a rank by itself.
         torch.set_num_threads(1)
-    _, device = start_ranks(config.parallel.timeout_s)
-    topology = build_topology(config.parallel, device)
-    if name is None:
-        with agreed(topology.world_comm):
-            if topology.rank == 0:
-                ensure_embedded_store(config.data.store)
-    train(config, topology)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with stop_on_signals(own_lifeline()):
+        _, device = start_ranks(config.parallel.timeout_s)
+        topology = build_topology(config.parallel, device)
+        if name is None:
+            with agreed(topology.world_comm):
+                if topology.rank == 0:
+                    ensure_embedded_store(config.data.store)
+        train(config, topology)
 
 
 if __name__ == "__main__":

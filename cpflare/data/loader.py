@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -80,7 +80,7 @@ def prefetch(
     last_step: int,
     dp: int,
     dp_rank: int,
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """The steps from `first_step` up to, not including, `last_step`, each read while the one before
     is trained. Every replica takes its share of the step's windows, in order.
 

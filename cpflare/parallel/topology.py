@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from cpflare.config import ParallelConfig
 from cpflare.errors import TopologyError
 from cpflare.parallel.comm import Communicator
+from cpflare.parallel.lifeline import Lifeline, own_lifeline
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Topology:
     device: torch.device
     world_comm: Communicator
     cp_comm: Communicator
+    lifeline: Lifeline = field(default_factory=own_lifeline)
 
     @property
     def cp_rank(self) -> int:
@@ -86,7 +89,8 @@ def resolve_axes(parallel: ParallelConfig, world_size: int) -> tuple[int, int]:
 def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
     """Join the process group of the environment's ranks; returns (world size, this rank's device).
 
-    A single rank needs no process group. NCCL serves GPUs, gloo CPUs.
+    A single rank needs no process group. NCCL serves GPUs, gloo CPUs. The lifeline is connected
+    first, so that a rank that fails from here on ends all of them within `timeout_s`.
     """
     rank, world_size, local_rank = environment_ranks()
     device = torch.device("cpu")
@@ -94,11 +98,22 @@ def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if world_size > 1 and not dist.is_initialized():
+        timeout = timedelta(seconds=timeout_s)
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        own_lifeline().connect(
+            store,
+            rank,
+            world_size,
+            timeout_s=timeout_s,
+            one_host=os.environ.get("LOCAL_WORLD_SIZE") == str(world_size),
+        )
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
+            store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=0.9 * timeout,  # the rest is for finding out which rank is the cause
             device_id=device if device.type == "cuda" else None,
         )
     return world_size, device

@@ -7,28 +7,32 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from cpflare.config import Config
 from cpflare.data.loader import ShardReader, Step, prefetch
 from cpflare.data.normalize import Normalizer
-from cpflare.data.sampler import Sampler
+from cpflare.data.sampler import Sampler, Window
 from cpflare.data.store import Store
 from cpflare.errors import ConfigError, DataError
 from cpflare.parallel.grad_sync import broadcast_parameters, require_agreement
-from cpflare.parallel.runtime import agreed
+from cpflare.parallel.runtime import Stopped, agreed
 from cpflare.parallel.topology import Topology
 from cpflare.precision import weight_dtype
-from cpflare.train.checkpoint import (
-    load_checkpoint,
-    save_checkpoint,
-    write_weights,
-)
+from cpflare.train.checkpoint import CheckpointWriter, load_checkpoint, write_weights
 from cpflare.train.reporting import Reporter
-from cpflare.train.resume import Progress, choose_checkpoint, require_same_run, run_identity
+from cpflare.train.resume import (
+    Progress,
+    choose_checkpoint,
+    require_same_run,
+    resume_mode,
+    run_identity,
+    set_aside_other_run,
+)
 from cpflare.train.run_dir import (
     CHECKPOINTS,
     WEIGHTS,
@@ -71,71 +75,108 @@ class Trainer:
             config, topology, cases_per_step=self.cases_per_step, total_steps=self.total_steps
         )
         self.progress = Progress()
+        self.writer = CheckpointWriter(self.run_dir / CHECKPOINTS, train.keep)
 
     # ---- start ------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Resume where asked, make the ranks equal, and say what will run. Collective."""
-        directory = self.run_dir / CHECKPOINTS
-        path = choose_checkpoint(self.config.train.resume, directory, self.topology)
-        if path is not None:
-            with agreed(self.topology.world_comm):
+    def start(self) -> bool:
+        """Resume where asked, make the ranks equal, and say what will run; whether anything will.
+
+        Collective.
+        """
+        directory, topology = self.run_dir / CHECKPOINTS, self.topology
+        resume = resume_mode(self.config.train.resume)
+        path = choose_checkpoint(resume, directory, topology)
+        with agreed(topology.world_comm):
+            if path is not None:
                 self._load(path)
-        digest = broadcast_parameters(self.learner.model, self.topology.world_comm)
+        done = self.progress.evaluated >= self.total_steps
+        if topology.rank == 0 and done:
+            logger.info("step %d of %d: nothing left to do", self.progress.step, self.total_steps)
+            if not (self.run_dir / WEIGHTS).exists():
+                self._write_weights()
+        with agreed(topology.world_comm):
+            if topology.rank == 0 and not done:
+                if resume != "auto":
+                    set_aside_other_run(self.run_dir, path, self.progress.step)
+                dataset = describe_dataset(self.store, self.normalizer)
+                write_config(self.run_dir, self.config, dataset)
+        digest = broadcast_parameters(self.learner.model, topology.world_comm)
+        if topology.rank == 0 and not done:
+            self._announce(digest, resumed=path is not None)
+        return not done
+
+    def _announce(self, digest: str, *, resumed: bool) -> None:
+        topology = self.topology
         smallest = min(self.store.rows[name] for name in self.train_cases)
-        if smallest < self.topology.cp and self.topology.rank == 0:
+        if smallest < topology.cp:
             logger.warning(
                 "notice: the smallest case has %d cells for %d ranks; some ranks stay empty",
                 smallest,
-                self.topology.cp,
+                topology.cp,
             )
-        if self.topology.rank == 0:
-            count = sum(p.numel() for p in self.learner.model.parameters())
-            resumed = f", resumed after step {self.progress.step}" if path else ""
-            logger.info(
-                "%s, %d parameters (%s…), %d training cases, %d steps, cp=%d × dp=%d, %s on %s%s",
-                self.config.model.mixer,
-                count,
-                digest[:8],
-                len(self.train_cases),
-                self.total_steps,
-                self.topology.cp,
-                self.topology.dp,
-                self.config.train.precision,
-                self.topology.device.type,
-                resumed,
-            )
+        logger.info(
+            "%s, %d parameters (%s…), %d training cases, %d steps, cp=%d × dp=%d, %s on %s%s",
+            self.config.model.mixer,
+            sum(p.numel() for p in self.learner.model.parameters()),
+            digest[:8],
+            len(self.train_cases),
+            self.total_steps,
+            topology.cp,
+            topology.dp,
+            self.config.train.precision,
+            topology.device.type,
+            f", resumed after step {self.progress.step}" if resumed else "",
+        )
 
     def _load(self, path: Path) -> None:
         weights, optimizer, state = load_checkpoint(path, self.topology.device)
-        require_same_run(path, state["run"], self._identity())
-        self.learner.load(weights, optimizer)
-        self.progress = Progress(**state["progress"])
+        try:
+            require_same_run(path, state["run"], self._identity())
+            self.learner.load(weights, optimizer)
+            self.progress = Progress(**state["progress"])
+        except (KeyError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+            line = " ".join(str(error).split())
+            raise DataError(
+                f"checkpoint {path} does not fit this model ({line}); delete it, or start anew "
+                "with train.resume=never"
+            ) from error
 
     def _identity(self) -> dict[str, Any]:
-        return run_identity(self.config, self.store, self.total_steps)
+        return run_identity(
+            self.config,
+            self.store,
+            train_cases=self.train_cases,
+            cases_per_step=self.cases_per_step,
+            total_steps=self.total_steps,
+        )
 
     # ---- run --------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train up to the last step, evaluate whole surfaces, and write the final weights."""
-        self.start()
-        if self.progress.step >= self.total_steps:
-            if self.topology.rank == 0:
-                logger.info(
-                    "step %d of %d: nothing left to do", self.progress.step, self.total_steps
-                )
+        """Train up to the last step, evaluate whole surfaces, and write the final weights.
+
+        Raises:
+            Stopped: a signal asked for it; a checkpoint of the steps done is on the disk.
+        """
+        if not self.start():
             return
-        if self.topology.rank == 0:
-            write_config(self.run_dir, self.config, describe_dataset(self.store, self.normalizer))
+        topology = self.topology
         reporter = Reporter(
             self.run_dir,
-            rank=self.topology.rank,
+            rank=topology.rank,
             first_step=self.progress.step,
             total_steps=self.total_steps,
             tensorboard=self.config.train.tensorboard,
         )
-        topology, train = self.topology, self.config.train
+        topology.lifeline.before_exit.append(self.writer.wait)
+        try:
+            self._run(reporter)
+        finally:
+            reporter.close()
+
+    def _run(self, reporter: Reporter) -> None:
+        topology, lifeline = self.topology, self.topology.lifeline
         steps = prefetch(
             self.reader.read,
             self.sampler,
@@ -144,23 +185,48 @@ class Trainer:
             topology.dp,
             topology.dp_rank,
         )
-        try:
+        with closing(steps):
+            self._stop_if_asked(reporter)
+            self._evaluate_if_due(reporter)
+            lifeline.place = f"step {self.progress.step + 1}, reading"
             for step in steps:
+                cases = ", ".join(window.case for window in step.windows)
+                lifeline.place = f"step {step.number + 1}, case {cases}"
                 event = self.learner.step(step)
-                done = self.progress.step = step.number + 1
+                self.progress.step = step.number + 1
                 reporter.step(self._describe(step) | event)
-                last = done == self.total_steps
-                improved = False
-                if last or (train.eval_every and done % train.eval_every == 0):
-                    improved = self.evaluate(reporter, whole=last)
-                due = train.checkpoint_every and done % train.checkpoint_every == 0
-                if last or improved or due:
-                    self.save()
-        finally:
-            reporter.close()
-        if topology.rank == 0:
-            write_weights(self.run_dir / WEIGHTS, self.learner.weights(averaged=True))
-            logger.info("wrote %s", self.run_dir / WEIGHTS)
+                self.writer.check()
+                self._stop_if_asked(reporter)
+                self._evaluate_if_due(reporter)
+                lifeline.place = f"step {self.progress.step + 1}, reading"
+        lifeline.place = "writing the final weights"
+        with agreed(topology.world_comm):
+            if topology.rank == 0:
+                # Before the last checkpoint: a run that has that one lacks nothing.
+                self._write_weights()
+        self.save(reporter, last=True)
+
+    def _write_weights(self) -> None:
+        write_weights(self.run_dir / WEIGHTS, self.learner.weights(averaged=True))
+        logger.info("wrote %s", self.run_dir / WEIGHTS)
+
+    def _stop_if_asked(self, reporter: Reporter) -> None:
+        why = self.topology.lifeline.safe_point()
+        if why is not None:
+            self._stop(reporter, why)
+
+    def _stop(self, reporter: Reporter, why: str) -> NoReturn:
+        """Leave a checkpoint of all steps done, and end. Collective."""
+        self.save(reporter, last=True)
+        if self.topology.rank == 0:
+            logger.info(
+                "stopped on %s after step %d of %d, the checkpoint is written; the same command "
+                "goes on from there (train.resume=auto)",
+                why,
+                self.progress.step,
+                self.total_steps,
+            )
+        raise Stopped(why)
 
     def _describe(self, step: Step) -> dict[str, Any]:
         return {
@@ -171,6 +237,22 @@ class Trainer:
         }
 
     # ---- evaluation and files ---------------------------------------------------------------
+
+    def _evaluate_if_due(self, reporter: Reporter) -> None:
+        """After a step, or at the start after one whose evaluation a stop cut short. Collective."""
+        train, done = self.config.train, self.progress.step
+        if self.progress.evaluated == done:
+            return
+        last, improved = done == self.total_steps, False
+        if last or (train.eval_every and done % train.eval_every == 0):
+            try:
+                improved = self.evaluate(reporter, whole=last)
+            except _StopInEvaluation as stop:
+                self._stop(reporter, stop.why)
+        self.progress.evaluated = done
+        due = train.checkpoint_every and done % train.checkpoint_every == 0
+        if not last and (improved or due):
+            self.save(reporter)
 
     def evaluate(self, reporter: Reporter, *, whole: bool) -> bool:
         """Errors on the validation split; whether they are the best so far. Collective."""
@@ -187,7 +269,12 @@ class Trainer:
         start = time.perf_counter()
         with self.learner.evaluating():
             values = validate(
-                self.learner.model, self.reader, windows, self.topology, train.precision
+                self.learner.model,
+                self.reader,
+                windows,
+                self.topology,
+                train.precision,
+                self._before_evaluation_of,
             )
         suffix = "_sub" if is_sub else ""
         event = {
@@ -203,23 +290,41 @@ class Trainer:
         first = "pressure" if "pressure" in targets else targets[0]
         return self.progress.improve(values[f"{first}_rel_l2"], is_sub)
 
-    def save(self) -> None:
-        """Write a checkpoint on rank 0; all ranks hear of a failure. Collective."""
-        with agreed(self.topology.world_comm):
-            if self.topology.rank == 0:
-                save_checkpoint(
-                    self.run_dir / CHECKPOINTS,
-                    self.progress.step,
-                    self.learner.weights(),
-                    self.learner.state(),
-                    {
-                        "progress": dataclasses.asdict(self.progress),
-                        "best_step": self.progress.best_step,
-                        "run": self._identity(),
-                        "config": self.config.to_dict(),
-                    },
-                    keep=self.config.train.keep,
-                )
+    def _before_evaluation_of(self, window: Window) -> None:
+        lifeline = self.topology.lifeline
+        lifeline.place = f"evaluation after step {self.progress.step}, case {window.case}"
+        why = lifeline.safe_point()
+        if why is not None:
+            raise _StopInEvaluation(why)
+
+    def save(self, reporter: Reporter, *, last: bool = False) -> None:
+        """Let rank 0 write a checkpoint in the background; wait for it if it is the last.
+
+        A failure of the last one is an error on all ranks, of an earlier one a notice. Collective
+        if `last`.
+        """
+        if self.topology.rank == 0:
+            reporter.sync()
+            state = {
+                "progress": dataclasses.asdict(self.progress),
+                "best_step": self.progress.best_step,
+                "run": self._identity(),
+                "config": self.config.to_dict(),
+            }
+            self.writer.submit(
+                self.progress.step, self.learner.weights(), self.learner.state(), state
+            )
+        if last:
+            with agreed(self.topology.world_comm):
+                self.writer.finish()
+
+
+class _StopInEvaluation(Exception):
+    """Leaves an evaluation half-way, on all ranks before the same case."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
 
 
 def train(config: Config, topology: Topology) -> None:

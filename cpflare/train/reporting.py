@@ -67,6 +67,11 @@ class Reporter:
         with tqdm.external_write_mode():
             logger.info("step %d: validation %s", event["step"], values)
 
+    def sync(self) -> None:
+        """Make what was told as lasting as a checkpoint that is written now."""
+        if self.log is not None:
+            self.log.sync()
+
     def close(self) -> None:
         """Hand everything to the disk."""
         self.bar.close()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,22 @@ from cpflare.data.store import Store
 from cpflare.errors import ConfigError
 from cpflare.parallel.runtime import agreed
 from cpflare.parallel.topology import Topology
-from cpflare.train.checkpoint import find_checkpoint
+from cpflare.train.checkpoint import find_checkpoint, set_aside
+from cpflare.train.run_dir import CHECKPOINTS, METRICS, WEIGHTS
 
 logger = logging.getLogger("cpflare")
 
 
 @dataclasses.dataclass
 class Progress:
-    """What a checkpoint carries beside weights and optimiser. Order of data, randomness and
-    schedule
-    are functions of the step."""
+    """What a checkpoint carries beside weights and optimiser.
+
+    The order of the data and every random number are functions of (seed, step), so that the step
+    stands for the sampler's position and for each rank's generator.
+    """
 
     step: int = 0  # optimiser steps done
+    evaluated: int = 0  # the step up to which evaluations are done
     best: float | None = None
     best_step: int | None = None
     best_is_sub: bool = False  # whether the best was measured on a subsample
@@ -37,6 +43,11 @@ class Progress:
             return False
         self.best, self.best_step, self.best_is_sub = score, self.step, is_sub
         return True
+
+
+def resume_mode(asked: str) -> str:
+    """What `train.resume` means now: ranks that their launcher starts again go on in any case."""
+    return asked if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else "auto"
 
 
 def choose_checkpoint(resume: str, directory: Path, topology: Topology) -> Path | None:
@@ -62,14 +73,47 @@ def choose_checkpoint(resume: str, directory: Path, topology: Topology) -> Path 
     return Path(chosen) if chosen else None
 
 
-def run_identity(config: Config, store: Store, total_steps: int) -> dict[str, Any]:
+def set_aside_other_run(run_dir: Path, path: Path | None, step: int) -> None:
+    """Move away, with a notice, what an earlier run left that this one does not go on from.
+
+    Otherwise a later `auto` would take up checkpoints of the run that was given up. One process
+    does it.
+    """
+    directory = run_dir / CHECKPOINTS
+    if path is None or path.resolve().parent != directory.resolve():
+        step = -1  # not a checkpoint of this folder: none of it is this run's past
+    number = 1
+    while (aside := run_dir / f"earlier_{number}").exists():
+        number += 1
+    moved = set_aside(directory, step, aside)
+    if step < 0:
+        for name in (WEIGHTS, METRICS):
+            if (run_dir / name).exists():
+                aside.mkdir(exist_ok=True)
+                moved.append((run_dir / name).rename(aside / name))
+    if moved:
+        names = ", ".join(path.name for path in moved)
+        logger.warning("notice: %s of an earlier run moved to %s", names, aside)
+
+
+def run_identity(
+    config: Config,
+    store: Store,
+    *,
+    train_cases: Sequence[str],
+    cases_per_step: int,
+    total_steps: int,
+) -> dict[str, Any]:
     """What a resumed run must share with the one that it goes on with. Ranks and paths are free."""
     keys: dict[str, Any] = {
         f"model.{name}": value for name, value in dataclasses.asdict(config.model).items()
     }
-    keys |= {f"data.{k}": getattr(config.data, k) for k in ("inputs", "targets", "position")}
+    shared_data = ("inputs", "targets", "position", "tokens")
+    keys |= {f"data.{name}": getattr(config.data, name) for name in shared_data}
     shared = ("seed", "precision", "loss", "schedule", "warmup", "lr", "weight_decay", "ema")
-    keys |= {f"train.{k}": getattr(config.train, k) for k in shared}
+    keys |= {f"train.{name}": getattr(config.train, name) for name in shared}
+    keys["data.train_split"] = list(train_cases)
+    keys["train.cases_per_step"] = cases_per_step
     keys["the number of steps"] = total_steps
     keys["the store's identity"] = store.identity
     keys["the statistics' hash"] = store.statistics.hash
@@ -80,7 +124,8 @@ def require_same_run(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any
     """Raise ConfigError naming the first key in which a checkpoint differs from this run."""
     for key, value in own.items():
         if saved.get(key) != value:
+            before, now = (textwrap.shorten(str(v), 80) for v in (saved.get(key), value))
             raise ConfigError(
-                f"checkpoint {path} was made with {key}={saved.get(key)}, this run has {value}; "
+                f"checkpoint {path} was made with {key}={before}, this run has {now}; "
                 "set it back, or start anew with train.resume=never"
             )

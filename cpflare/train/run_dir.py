@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ from cpflare.config import Config, config_from_dict
 from cpflare.data.normalize import Normalizer
 from cpflare.data.store import Store
 from cpflare.errors import DataError
+
+logger = logging.getLogger("cpflare")
 
 CONFIG, METRICS, WEIGHTS, CHECKPOINTS = (
     "config.yaml",
@@ -78,14 +82,17 @@ def read_run(run_dir: Path) -> RunDescription:
 
 
 class MetricsLog:
-    """RUN_DIR/metrics.jsonl: one whole line an event, written by one process."""
+    """RUN_DIR/metrics.jsonl: one whole line an event, written by one process.
+
+    A line that the disk has no room for waits for the next one.
+    """
 
     def __init__(self, run_dir: Path, *, keep_up_to_step: int) -> None:
         """Continue after `keep_up_to_step` steps: later lines of an interrupted run are dropped."""
         self.path = run_dir / METRICS
         kept = []
         if keep_up_to_step > 0 and self.path.is_file():
-            for line in self.path.read_text().splitlines():
+            for line in self.path.read_text(errors="replace").splitlines():
                 try:
                     event = json.loads(line)
                 except json.JSONDecodeError:
@@ -95,12 +102,47 @@ class MetricsLog:
         aside = run_dir / f".{METRICS}.partial"
         aside.write_text("".join(f"{line}\n" for line in kept))
         aside.replace(self.path)
-        self._file = self.path.open("a")
+        self._file = self.path.open("ab", buffering=0)
+        self._size = self.path.stat().st_size
+        self._waiting = b""
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Append one line and hand it to the operating system."""
-        self._file.write(json.dumps(event) + "\n")
-        self._file.flush()
+        full = bool(self._waiting)
+        self._waiting += json.dumps(event).encode() + b"\n"
+        try:
+            self._append()
+        except OSError as error:
+            if not full:
+                logger.warning("notice: %s cannot be written for now (%s)", self.path, error)
+
+    def _append(self) -> None:
+        rest = self._waiting
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(self._size)  # no half a line
+            raise
+        self._size += len(self._waiting)
+        self._waiting = b""
+
+    def sync(self) -> None:
+        """Bring the lines to the disk, so that they are as lasting as a checkpoint."""
+        if not self._waiting:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        """Write what is left.
+
+        Raises:
+            DataError: the disk has no room for the last lines.
+        """
+        try:
+            self._append()
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be written ({error}); free some space, the last lines are lost"
+            ) from error
+        finally:
+            self._file.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -40,10 +40,12 @@ def validate(
     windows: Sequence[Window],
     topology: Topology,
     precision: str,
+    before_case: Callable[[Window], None] = lambda window: None,
 ) -> dict[str, float]:
     """Mean over cases of each field's errors in physical units, equal on all ranks.
 
-    Replicas share the cases out; the ranks of a CP group share each case's tokens.
+    Replicas share the cases out; the ranks of a CP group share each case's tokens. `before_case` is
+    called on every rank for every window, in order; what it raises ends the evaluation.
     Communication: the model's reductions, and one all-reduce of the sums of all cases.
 
     Raises:
@@ -53,6 +55,7 @@ def validate(
     fields = tuple(reader.normalizer.targets)
     table = torch.zeros(len(windows), FieldSums(fields).to_vector().size, dtype=torch.float64)
     for index, window in enumerate(windows):
+        before_case(window)
         if index % topology.dp != topology.dp_rank:
             continue
         predictions = predict_shard(model, reader, window, topology.device, precision)
