@@ -11,6 +11,7 @@ from cpflare.data.store_writer import StoreWriter
 from cpflare.errors import DataError
 from data_prep import interchange
 from data_prep.fields import FieldMap
+from data_prep.parameters import read_parameters
 from data_prep.read import file_checksum, load_case
 
 Outcome = dict[str, Any] | str  # a case's attributes, or why it failed
@@ -28,6 +29,7 @@ def convert_case(
             else:
                 case = load_case(path, field_map, threads=threads)
             attrs = {**case.attrs, "source": str(path.resolve())}
+            attrs["parameters"] = read_parameters(path, field_map)
             attrs["source_checksum"] = checksum.result()
         return writer.write_case(
             name,

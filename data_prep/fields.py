@@ -60,6 +60,7 @@ class FieldMap:
     to cells. `files` are the patterns by which a case's file is found in a folder. `case_name` is
     `stem` or `parent` (a parent called run_N always gives the name). `axes` gives each canonical
     component as a signed source component. `length_scale` turns coordinates into metres.
+    `parameters` are patterns of a table beside the file with one row of the case's parameters.
     """
 
     name: str
@@ -74,6 +75,7 @@ class FieldMap:
     units: dict[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ("*.vtp", "*.vtu", "*.vtk")
     case_name: str = "stem"
+    parameters: tuple[str, ...] = ()
 
     @property
     def stored_association(self) -> str:
@@ -248,6 +250,7 @@ def _parse(data: dict[str, Any]) -> FieldMap:
         units={str(k): str(v) for k, v in (data.get("units") or {}).items()},
         files=names("files", data.get("files", ["*.vtp", "*.vtu", "*.vtk"])),
         case_name=case_name,
+        parameters=names("parameters", data.get("parameters") or []),
     )
     if np.linalg.det(result.rotation) < 0:
         raise refuse("axes", list(axes), "a rotation; this is a mirror image, flip one sign")

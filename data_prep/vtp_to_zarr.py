@@ -203,9 +203,8 @@ def _convert_all(
                 bar.write(f"FAILED {name}: {outcome}")
             else:
                 cells += int(outcome["num_rows"])
-                notes = "".join(f"; {notice}" for notice in outcome["notices"])
                 kind = {"cell": "cells", "point": "points"}[outcome["association"]]
-                bar.write(f"{name}: {outcome['num_rows']:,} {kind}{notes}")
+                bar.write(f"{name}: {outcome['num_rows']:,} {kind}")
             rate = cells / max(time.monotonic() - started, 1e-9)
             bar.set_postfix_str(f"{rate:,.0f} cells/s, failed {isinstance(outcome, str):d}")
             bar.update(sizes[name])

@@ -143,8 +143,9 @@ def measure(what: str, source: Path, store: Path) -> tuple[float, float]:
     code = (
         "import resource, sys, time\n"
         f"start = time.perf_counter()\n{text}\n"
-        "print(time.perf_counter() - start, "
-        "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)"
+        "who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)\n"
+        "peak = max(resource.getrusage(w).ru_maxrss for w in who)\n"
+        "print(time.perf_counter() - start, peak / 2**20)"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True

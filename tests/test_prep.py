@@ -22,6 +22,7 @@ from cpflare.data.verify import inspect_store
 from cpflare.errors import ConfigError, DataError
 from data_prep import interchange
 from data_prep.fields import load_field_map
+from data_prep.parameters import read_parameters
 from data_prep.read import load_case
 from data_prep.splits import draw_splits, load_splits
 from data_prep.vtp_to_zarr import find_cases, prepare
@@ -118,6 +119,26 @@ def test_another_seed_is_another_order_of_the_same_rows(tmp_path):
     np.testing.assert_array_equal(
         a["pressure"][np.argsort(a["cell_id"])], b["pressure"][np.argsort(b["cell_id"])]
     )
+
+
+def test_parameters_beside_a_file_are_stored(tmp_path):
+    data = make(tmp_path / "data", 5)
+    table = data / "run_1" / "geo_parameters_1.csv"
+    table.write_text("Vehicle_Length, Vehicle_Width\n-13.9249, 78.8766\n")
+    (data / "run_2" / "geo_parameters_2.csv").write_text("a, b\n1, x\n")
+    summary = prep(data, tmp_path / "s")
+    parameters = Store.open(tmp_path / "s").case("run_1").attrs["parameters"]
+    assert parameters == {"Vehicle_Length": -13.9249, "Vehicle_Width": 78.8766}
+    assert Store.open(tmp_path / "s").case("run_3").attrs["parameters"] == {}
+    assert "geo_parameters_2.csv: b='x' is no number" in summary.failed["run_2"]
+
+
+@real
+def test_the_real_table_of_parameters_has_its_sixteen_columns(tmp_path):
+    shutil.copy(REAL / "drivaerml_geo_parameters_2.csv", tmp_path / "geo_parameters_2.csv")
+    found = read_parameters(tmp_path / "boundary_2.vtp", load_field_map("drivaerml"))
+    assert len(found) == 16
+    assert found["Vehicle_Pitch"] == -0.16761
 
 
 # -- names and sources -----------------------------------------------------------------------------

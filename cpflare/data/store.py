@@ -168,8 +168,9 @@ class Case:
     `attrs` holds: source (path), source_size, source_checksum (SHA-256), source_association,
     source_names (canonical name -> arrays of the source), reference (speed, rho, area, length,
     centre), shear_sign (−1: stored is minus the traction), winding (of the source's polygons),
-    axes, length_scale, units, bounds [[low, high] an axis], closed, num_degenerate, notices,
-    checksums, moments. Unknown constants are None.
+    axes, length_scale, units, bounds [[low, high] an axis], closed, num_degenerate, parameters
+    (name -> value, where a table of them stands beside the source), notices, checksums, moments.
+    Unknown constants are None.
     """
 
     name: str

@@ -32,6 +32,9 @@ class StoreReport:
         """Whether nothing is damaged (as far as it was looked at)."""
         return not self.problems
 
+    def __str__(self) -> str:
+        return self.text()
+
     def text(self) -> str:
         """The report as lines for a terminal."""
         store, rows = self.store, self.store.rows
