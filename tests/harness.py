@@ -46,7 +46,7 @@ def run_ranks(
     """Run `fn(rank, world_size, *args)` on every rank of a fresh gloo group; returns their values.
 
     `fn` is a function at the top level of its module; arguments and results must be picklable. The
-    environment has RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them. What `fn` patches in its
+    environment has the ranks and sizes that torchrun sets. What `fn` patches in its
     process it must put back, since the process serves other tests.
 
     Raises:
@@ -183,7 +183,12 @@ def _serve(connection: Connection) -> None:
 
 def _run_rank(message: bytes) -> Any:
     fn, rank, world_size, args, start, timeout_s = pickle.loads(message)
-    ranks = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
+    ranks = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world_size,
+    }
     os.environ.update({name: str(value) for name, value in ranks.items()})
     dist.init_process_group(
         "gloo",

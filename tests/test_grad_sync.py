@@ -46,10 +46,13 @@ def sync(rank, world_size, gradients, extras, bucket_bytes, strided):
                 gradient = gradient.t().contiguous().t()
             parameter.grad = gradient
             parameters.append(parameter)
-        before = [parameter.grad for parameter in parameters]
+        before = [None if p.grad is None else p.grad.data_ptr() for p in parameters]
         comm = Communicator(dist.group.WORLD)
         total = sum_gradients(iter(parameters), comm, None if extras is None else extras[rank])
-        kept = all(old is None or old is p.grad for old, p in zip(before, parameters, strict=True))
+        kept = all(
+            address is None or address == parameter.grad.data_ptr()
+            for address, parameter in zip(before, parameters, strict=True)
+        )
         return [p.grad for p in parameters], total, comm.take_traffic(), kept
 
 
