@@ -13,7 +13,7 @@ from torch import nn
 
 from cpflare.config import config_from_dict
 from cpflare.engine import parallelize
-from cpflare.models import build_model
+from cpflare.models import backbone, build_model
 from cpflare.models.published import convert_published, load_published
 from cpflare.ops import Reducer
 from cpflare.parallel.comm import Communicator
@@ -110,6 +110,21 @@ def test_loss_and_every_gradient_equal_the_plain_model_s(sizes, variant):
 @pytest.mark.parametrize("sizes", [[4, 4], [1, 1, 1], [0, 2, 0, 0]], ids=str)
 def test_even_shards_one_token_a_rank_and_fewer_tokens_than_ranks(sizes, variant):
     errors = compare(VARIANTS[variant], sizes, sum(sizes))
+    for name, error in errors.items():
+        assert error < EXACT, name
+
+
+def run_chunked(chunk_tokens, rank, world_size, *args):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backbone, "default_chunk_tokens", lambda x, width: chunk_tokens)
+        return run_shard(rank, world_size, *args)
+
+
+@pytest.mark.parametrize("variant", ["flare-rmsnorm", "flarepp-layernorm-gated-separate"])
+@pytest.mark.parametrize("sizes", [[7], [5, 0, 2]], ids=str)
+@pytest.mark.parametrize("chunk_tokens", [1, 3])
+def test_a_shard_in_chunks_gives_the_same(chunk_tokens, sizes, variant):
+    errors = compare(VARIANTS[variant], sizes, 7, functools.partial(run_chunked, chunk_tokens))
     for name, error in errors.items():
         assert error < EXACT, name
 
