@@ -142,8 +142,11 @@ def test_a_block_costs_one_collective_an_encoder_each_way(mixer, encoders):
 
 
 def count_collectives(rank, world_size, variant, inputs, targets, sizes):
-    model = parallelize(build(variant), dist.group.WORLD)
-    outputs = model(inputs.split(sizes, dim=1)[rank])
+    """Both ways' calls, with every token in a chunk of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backbone, "default_chunk_tokens", lambda x, width: 1)
+        model = parallelize(build(variant), dist.group.WORLD)
+        outputs = model(inputs.split(sizes, dim=1)[rank])
     forward = model.reducer.comm.take_traffic().calls
     loss_of(outputs, targets.split(sizes, dim=1)[rank], targets.numel()).backward()
     return [forward, model.reducer.comm.take_traffic().calls]
