@@ -137,21 +137,22 @@ def _write_inline(file: BinaryIO, make: Any, num: int, width: int) -> None:
     file.write(base64.b64encode(rest))
 
 
-def measure(what: str, source: Path, store: Path) -> tuple[float, float]:
-    """Seconds, and peak resident GiB, of one of the measured programs in its own process."""
+def measure(what: str, source: Path, store: Path) -> tuple[float, float, float]:
+    """Seconds, peak resident GiB and processor seconds of one of the programs, by itself."""
     text = _MEASURED[what].format(source=str(source), store=str(store))
     code = (
         "import resource, sys, time\n"
         f"start = time.perf_counter()\n{text}\n"
         "who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)\n"
         "peak = max(resource.getrusage(w).ru_maxrss for w in who)\n"
-        "print(time.perf_counter() - start, peak / 2**20)"
+        "used = sum(resource.getrusage(w).ru_utime + resource.getrusage(w).ru_stime for w in who)\n"
+        "print(time.perf_counter() - start, peak / 2**20, used)"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
     )
-    seconds, peak = run.stdout.split()[-2:]
-    return float(seconds), float(peak)
+    seconds, peak, used = run.stdout.split()[-3:]
+    return float(seconds), float(peak), float(used)
 
 
 def main() -> None:
@@ -175,10 +176,13 @@ def main() -> None:
             source.read_bytes()  # warm the page cache for both
             times = {}
             for what in ("read", "prep"):
-                seconds, peak = measure(what, source, folder / "store")
+                seconds, peak, used = measure(what, source, folder / "store")
                 times[what] = seconds
                 size = source.stat().st_size / 1e6
-                print(f"{encoding} {size:,.0f} MB, {what}: {seconds:.2f} s, peak {peak:.2f} GiB")
+                print(
+                    f"{encoding} {size:,.0f} MB, {what}: {seconds:.2f} s ({used:.2f} s of "
+                    f"processors), peak {peak:.2f} GiB"
+                )
             print(f"{encoding}: prep takes {times['prep'] / times['read']:.2f} times pyvista.read")
 
 

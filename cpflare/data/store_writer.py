@@ -25,6 +25,7 @@ from cpflare.errors import DataError
 Array = NDArray[Any]
 
 CHUNK_ROWS = 32_768  # at most; a step's window of 100,000 rows touches four or five
+_MULTIPLE = 64  # Blosc shuffles bits only where the number of values is a multiple of 8
 SHARD_CHUNKS = 32  # about a million rows a file, so a case of 8.6 M rows has 63 files
 ASIDE, LOCK = ".partial", ".lock"
 DTYPES = {
@@ -50,6 +51,8 @@ def chunk_layout(num_rows: int) -> tuple[int, int]:
     """Rows of an inner chunk and of a shard, even enough that little of the last is padding."""
     num_chunks = -(-num_rows // CHUNK_ROWS)
     chunk = -(-num_rows // num_chunks)
+    if chunk > _MULTIPLE:
+        chunk += -chunk % _MULTIPLE
     return chunk, chunk * min(SHARD_CHUNKS, num_chunks)
 
 
@@ -255,7 +258,7 @@ def _write_array(
         shards=(shard, *channels),
         serializer=BytesCodec(endian="little"),
         compressors=[
-            *([BloscCodec(cname="lz4", clevel=5, shuffle="shuffle")] if field in PACKED else []),
+            *([BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle")] if field in PACKED else []),
             Crc32cCodec(),
         ],
         filters=None,
