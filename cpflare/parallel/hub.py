@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,12 +59,13 @@ class Hub(threading.Thread):
         process: dict[str, Any],
         world_size: int,
         silent_s: float,
+        place: Callable[[], str],
     ) -> None:
-        """`own` is rank 0's own connection, `process` says which process it is. A rank is given up
-        after `silent_s` without a word."""
+        """`own` is rank 0's own connection, `process` says which process it is, and `place` what it
+        does. A rank is given up after `silent_s` without a word."""
         super().__init__(name="hub", daemon=True)
         self.token = secrets.token_hex(16)
-        self.process = process
+        self.process, self.place = process, place
         self.world_size, self.silent_s = world_size, silent_s
         self.interval = min(1.0, silent_s / 5)
         self.grace_s = min(5.0, silent_s / 15)
@@ -114,7 +116,7 @@ class Hub(threading.Thread):
             if isinstance(sender, _Member) and not sender.left:
                 sender.left = True
                 self._end(
-                    f"[rank {sender.rank}] {sender.place}: its process (pid "
+                    f"[rank {sender.rank}] {self.place() or sender.place}: its process (pid "
                     f"{sender.process.get('pid')} on {sender.process.get('host')}) was killed or "
                     "crashed; see the kernel's log for a lack of memory",
                     FAILED,
@@ -194,7 +196,7 @@ class Hub(threading.Thread):
         for member in self.members.values():
             if now - member.heard > self.silent_s and not member.left:
                 self._end(
-                    f"[rank {member.rank}] {member.place}: no sign of life for "
+                    f"[rank {member.rank}] {self.place() or member.place}: no sign of life for "
                     f"{self.silent_s:.0f} s (pid {member.process.get('pid')} on "
                     f"{member.process.get('host')}); it was stopped or its network is cut "
                     "(parallel.timeout_s)",
@@ -213,11 +215,11 @@ class Hub(threading.Thread):
         first = waiting[0]
         if absent:
             text = f"[rank {absent[0].rank}] {absent[0].place}: took no part in what the others "
-            text += f"waited for ({first.late})"
+            text += f"wait for ({first.late})"
         elif missing:
             text = f"[rank {missing[0]}] never joined ({first.late})"
         else:
-            text = f"[rank {first.rank}] {first.place}: {first.late}"
+            text = str(first.late)
         self._end(text, FAILED)
 
     # ---- the end ----------------------------------------------------------------------------

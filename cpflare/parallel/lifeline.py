@@ -89,7 +89,7 @@ class Lifeline:
         if rank == 0:
             listener = _listen(one_host)
             own, theirs = socket.socketpair()
-            self._hub = Hub(listener, theirs, process, world_size, silent_s)
+            self._hub = Hub(listener, theirs, process, world_size, silent_s, lambda: self.place)
             self._hub.start()
             address = {
                 "hosts": ["127.0.0.1"] if one_host else own_addresses(),

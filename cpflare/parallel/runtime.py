@@ -29,6 +29,7 @@ _LONGEST_MESSAGE = 1000
 _COLLECTIVE = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|tcpstore", re.IGNORECASE
 )
+_SOURCE_LINE = re.compile(r"\[\S+:\d+\] ")
 _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
 
 
@@ -145,6 +146,8 @@ def _end_alone(error: BaseException, status: int, *, show: bool) -> None:
         text = "interrupted"
     elif no_memory(error):
         text = f"out of memory ({text.splitlines()[0]}); use more ranks or a smaller data.tokens"
+    elif _may_be_anothers(error):
+        text = _SOURCE_LINE.sub("", text)
     elif not isinstance(error, CpflareError):
         text = f"{type(error).__name__}: {text}"
     where = [f"[rank {lifeline.rank}]"] if lifeline.connected else []

@@ -192,6 +192,9 @@ class Trainer:
             for step in steps:
                 cases = ", ".join(window.case for window in step.windows)
                 lifeline.place = f"step {step.number + 1}, case {cases}"
+                # What evaluations and agreements have sent is no part of the step.
+                topology.world_comm.take_traffic()
+                topology.cp_comm.take_traffic()
                 event = self.learner.step(step)
                 self.progress.step = step.number + 1
                 reporter.step(self._describe(step) | event)

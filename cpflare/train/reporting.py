@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ class Reporter:
         self.total_steps = total_steps
         self.log = MetricsLog(run_dir, keep_up_to_step=first_step) if rank == 0 else None
         self.writer = _tensorboard(run_dir) if rank == 0 and tensorboard else None
+        # tqdm's own lock is a semaphore that outlives a rank which ends on a failure.
+        tqdm.set_lock(threading.RLock())
         self.bar = tqdm(
             total=total_steps,
             initial=first_step,

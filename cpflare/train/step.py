@@ -6,7 +6,7 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,18 +59,21 @@ class Learner:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         dtype = weight_dtype(self.config.precision)
-        extras = torch.zeros(1 + topology.world_size, dtype=dtype, device=topology.device)
+        ranks = topology.world_size
+        extras = torch.zeros(1 + 2 * ranks, dtype=dtype, device=topology.device)
         for sample in step.samples:
             extras[0] += self._accumulate(sample, step.number).to(dtype)
         extras[1 + topology.rank] = _peak_bytes(topology.device) / 2**20
+        extras[1 + ranks + topology.rank] = self._is_non_finite(extras[0])
         total = sum_gradients(self.model.parameters(), topology.world_comm, extras)
         assert total is not None
         self.scaler.unscale_(self.optimizer)
         limit = self.config.clip or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-        loss, peak = float(total[0]), int(float(total[1:].max()) * 2**20)
+        loss, peak = float(total[0]), int(float(total[1 : 1 + ranks].max()) * 2**20)
+        culprits = total[1 + ranks :].nonzero().flatten().tolist()
         lr = float(self.schedule.get_last_lr()[0])
-        self._update(step, loss, norm)
+        self._update(step, loss, norm, culprits)
         step_s = time.perf_counter() - start + step.wait_s
         tokens = sum(window.size for window in step.windows)
         return {
@@ -99,10 +102,20 @@ class Learner:
         self.scaler.scale(objective / self.cases_per_step).backward()
         return value / self.cases_per_step
 
-    def _update(self, step: Step, loss: float, norm: float) -> None:
+    def _is_non_finite(self, loss: Tensor) -> Tensor:
+        """Whether this rank's own loss or a gradient of its own is NaN or infinite."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return (
+            ~torch.stack([loss, *(norm.to(loss) for norm in torch._foreach_norm(grads))])
+            .isfinite()
+            .all()
+        )
+
+    def _update(self, step: Step, loss: float, norm: float, culprits: Sequence[int]) -> None:
         """Let the optimiser step, unless loss or gradient is not finite: then stop or skip.
 
-        Both are sums over all ranks and equal on them, so that every rank decides alike.
+        Both are sums over all ranks and equal on them, so that every rank decides alike. `culprits`
+        are the ranks whose own share was not finite.
         """
         finite = math.isfinite(loss) and math.isfinite(norm)
         # With fp16 an overflow of the scaled gradient is how the loss scale finds its size.
@@ -111,9 +124,11 @@ class Learner:
         too_many = self.overflows > _OVERFLOWS_IN_A_ROW
         if not finite and self.config.nonfinite == "stop" and (too_many or not overflow):
             cases = ", ".join(window.case for window in step.windows)
+            some = 0 < len(culprits) < self.topology.world_size
+            where = f"[rank {', '.join(map(str, culprits))}] " if some else ""
             raise NonFiniteError(
-                f"step {step.number + 1}, case {cases}: loss {loss}, gradient norm {norm}; lower "
-                "train.lr, set train.clip, or go on past such steps with train.nonfinite=skip"
+                f"{where}step {step.number + 1}, case {cases}: loss {loss}, gradient norm {norm}; "
+                "lower train.lr, set train.clip, or go on past such steps with train.nonfinite=skip"
             )
         if finite:
             self.scaler.step(self.optimizer)
