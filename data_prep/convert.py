@@ -28,7 +28,7 @@ def convert_case(
                 case = interchange.load(path, field_map)
             else:
                 case = load_case(path, field_map, threads=threads)
-            attrs = {**case.attrs, "source": str(path.resolve())}
+            attrs = {**case.attrs, "source": str(path.absolute())}
             attrs["parameters"] = read_parameters(path, field_map)
             attrs["source_checksum"] = checksum.result()
         return writer.write_case(

@@ -85,7 +85,7 @@ def _search(folder: Path, field_map: FieldMap) -> list[Path]:
 
 def case_name(file: Path, field_map: FieldMap) -> str:
     """The name of the case that a file holds."""
-    parent = file.resolve().parent.name
+    parent = file.absolute().parent.name  # not resolved: a download cache links to nameless files
     is_run = parent.startswith("run_") and parent[4:].isdigit()
     name = parent if is_run or field_map.case_name == "parent" else file.stem
     if name.startswith(".") or name in (MARK, "zarr.json"):
@@ -125,13 +125,18 @@ def prepare(
     store = Path(store)
     writer = StoreWriter(store, mapping.name, mapping.to_dict(), seed)
     summary = PrepSummary(store)
+    where = str(splits) if splits is not None else f"--split-seed {split_seed}"
     if overwrite:
         _refuse_foreign(writer)
-        writer.clear()
-    writer.check()
+    else:
+        writer.check()
     store.mkdir(parents=True, exist_ok=True)
     with _locked(store):
+        if overwrite:
+            writer.clear()
         whole = writer.whole_cases()
+        chosen = listed or draw_splits({*cases, *whole}, split_seed)
+        keep_present(chosen, {*cases, *whole}, where)  # before hours of work, not after
         todo = {}
         for name, path in cases.items():
             if name in whole and whole[name]["source_size"] == source_size(path):
@@ -152,8 +157,6 @@ def prepare(
                     summary.notices[name] = outcome["notices"]
         summary.done = natural_order(summary.done)
         if whole:
-            where = str(splits) if splits is not None else f"--split-seed {split_seed}"
-            chosen = listed or draw_splits({*cases, *whole}, split_seed)
             if summary.failed and not set(whole).intersection(chosen["train"]):
                 tqdm.write(f"{where}: all training cases failed, so {store} is not complete")
             else:
@@ -193,20 +196,21 @@ def _convert_all(
     writer: StoreWriter, todo: dict[str, Path], field_map: FieldMap, workers: int
 ) -> Iterator[tuple[str, Outcome]]:
     """Convert cases and show progress."""
-    started, cells = time.monotonic(), 0
+    started, cells, failed = time.monotonic(), 0, 0
     sizes = {name: source_size(path) for name, path in todo.items()}
     with tqdm(
         total=sum(sizes.values()), unit="B", unit_scale=True, desc="prep", disable=not todo
     ) as bar:
         for name, outcome in _outcomes(writer, todo, field_map, workers):
             if isinstance(outcome, str):
+                failed += 1
                 bar.write(f"FAILED {name}: {outcome}")
             else:
                 cells += int(outcome["num_rows"])
                 kind = {"cell": "cells", "point": "points"}[outcome["association"]]
                 bar.write(f"{name}: {outcome['num_rows']:,} {kind}")
             rate = cells / max(time.monotonic() - started, 1e-9)
-            bar.set_postfix_str(f"{rate:,.0f} cells/s, failed {isinstance(outcome, str):d}")
+            bar.set_postfix_str(f"{rate:,.0f} cells/s, {failed} failed")
             bar.update(sizes[name])
             yield name, outcome
 

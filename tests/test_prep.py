@@ -161,6 +161,16 @@ def test_names_come_from_the_folder_or_the_file(tmp_path):
         find_cases([tmp_path / "nowhere"], mapping)
 
 
+def test_links_into_a_cache_keep_their_names(tmp_path):
+    blob = tmp_path / "blobs" / "abc"
+    tube(9, 7).write(tmp_path / "blobs" / "x.vtp").rename(blob)
+    link = tmp_path / "snapshot" / "run_7" / "boundary_7.vtp"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(blob)
+    assert prep(tmp_path / "snapshot", tmp_path / "s").done == ["run_7"]
+    assert Store.open(tmp_path / "s").case("run_7").attrs["source"] == str(link)
+
+
 def test_folders_give_the_names_where_the_map_says_so(tmp_path):
     mesh = tube(9, 7)
     mesh.fields = {}

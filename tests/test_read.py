@@ -74,6 +74,19 @@ def test_inline_base64_may_be_wrapped_in_lines_and_its_header_padded_apart(tmp_p
     expect(load_case(path, DRIVAERML), mesh)
 
 
+def test_files_of_several_pieces_are_joined_in_their_order(tmp_path):
+    one, two = tube(9, 7, seed=1), tube(9, 7, seed=2)
+    first = one.write(tmp_path / "a.vtp", **ENCODINGS["ascii"]).read_text()
+    second = two.write(tmp_path / "b.vtp", **ENCODINGS["inline-u32"]).read_text()
+    piece = second[second.index("<Piece") : second.index("</PolyData>")]
+    path = tmp_path / "c.vtp"
+    path.write_text(first.replace("</Piece>", f"</Piece>{piece}"))
+    case = load_case(path, DRIVAERML)
+    both = [mesh.fields["pMeanTrim"] for mesh in (one, two)]
+    np.testing.assert_array_equal(case.fields["pressure"], np.concatenate(both))
+    assert case.attrs["closed"]
+
+
 def test_only_the_wanted_arrays_are_loaded(tmp_path):
     mesh = tube(9, 7)
     mesh.fields["other"] = np.full(len(mesh.faces), np.nan, np.float32)

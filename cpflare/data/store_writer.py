@@ -106,9 +106,13 @@ class StoreWriter:
                 )
 
     def clear(self) -> None:
-        """Delete the whole store, the completion mark first."""
+        """Delete all that a store holds, the completion mark first; its lock stays."""
         (self.path / MARK).unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=True)
+        for child in self.path.iterdir():
+            if child.is_dir():
+                shutil.rmtree(child)
+            elif child.name != LOCK:
+                child.unlink()
 
     def begin(self) -> None:
         """Make the folder, take the completion mark away and remove what a stopped run left."""
