@@ -67,9 +67,21 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the blocks are executed."""
+    """How the blocks are executed.
 
-    executor: Literal["in_memory"] = "in_memory"
+    `executor: streamed` keeps block inputs alone and recomputes the rest chunk by chunk.
+    `chunk_tokens` null takes what the device's caches hold. `recompute`: none; pointwise, the
+    in-memory executor keeps latents and block inputs alone; k, the streamed one keeps every k-th
+    block input. `offload`: none; bf16, block inputs in half precision; host, in the host's memory.
+    `memory_limit` in bytes (or as 6GiB) bounds a prediction.
+    """
+
+    executor: Literal["in_memory", "streamed"] = "in_memory"
+    chunk_tokens: int | None = None
+    memory_limit: int | str | None = None
+    recompute: Literal["none", "pointwise"] | int = "none"
+    offload: Literal["none", "bf16", "host"] = "none"
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,14 +158,15 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
 
     try:
         loaded = OmegaConf.load(_config_path(source)) if source is not None else OmegaConf.create()
+        if not OmegaConf.is_dict(loaded):
+            raise ConfigError(f"configuration {source} is a list; it needs sections such as model:")
         merged = OmegaConf.to_container(OmegaConf.merge(loaded, _dotted(overrides)), resolve=True)
     except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         line = " ".join(str(error).split())
         raise ConfigError(
             f"configuration {source}: {line}; mend the file or the overrides"
         ) from None
-    if not isinstance(merged, dict):
-        raise ConfigError(f"configuration {source} is a list; it needs sections such as model:")
+    assert isinstance(merged, dict)
     return config_from_dict({str(key): value for key, value in merged.items()})
 
 
@@ -197,9 +210,10 @@ def _build(kind: Any, values: Any, prefix: str) -> Any:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{prefix.rstrip('.')}={values!r} must be a section with keys below it")
     hints = typing.get_type_hints(kind)
-    for key in values:
+    for key, value in values.items():
         if key not in hints:
-            raise ConfigError(_unknown(f"{prefix}{key}"))
+            below = next(iter(value), "") if isinstance(value, Mapping) and not prefix else ""
+            raise ConfigError(_unknown(f"{prefix}{key}", below))
     arguments = {}
     for key, value in values.items():
         if dataclasses.is_dataclass(hints[key]):
@@ -214,12 +228,15 @@ def _known_keys() -> list[str]:
     return [f"{name}.{f.name}" for name, kind in sections.items() for f in dataclasses.fields(kind)]
 
 
-def _unknown(key: str) -> str:
-    near = difflib.get_close_matches(key, _known_keys(), n=1, cutoff=0.5)
-    by_name = [known for known in _known_keys() if known.split(".")[1] == key.split(".")[-1]]
-    hint = (near or by_name or [""])[0]
-    mend = f"did you mean {hint}?" if hint else "cpflare train --help lists the keys"
-    return f"unknown config key '{key}'; {mend}"
+def _unknown(key: str, below: str = "") -> str:
+    """What to say of an unknown key; `below` is the first key of an unknown section."""
+    wanted = f"{key}.{below}" if below else key
+    known = _known_keys()
+    by_name = [name for name in known if name.split(".")[1] == wanted.split(".")[-1]]
+    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
+    hint = (by_name or near or [""])[0]
+    mend = f"did you mean {hint}?" if hint else "train_cp.py --help lists the keys"
+    return f"unknown config key '{wanted}'; {mend}"
 
 
 def _convert(key: str, hint: Any, value: Any) -> Any:
@@ -283,17 +300,21 @@ def _resolve(config: Config) -> Config:
             f"model.channels={model.channels} is not divisible by model.heads={model.heads}; "
             f"take for example model.channels={-(-model.channels // model.heads) * model.heads}"
         )
-    _require(model.ffn_ratio > 0, "model.ffn_ratio", model.ffn_ratio, "positive")
+    wide = math.isfinite(model.ffn_ratio) and int(model.channels * model.ffn_ratio) >= 1
+    _require(wide, "model.ffn_ratio", model.ffn_ratio, f"at least 1/{model.channels}")
+    _require(math.isfinite(model.gate_init), "model.gate_init", model.gate_init, "finite")
     _require(0 <= model.dropout < 1, "model.dropout", model.dropout, "at least 0 and below 1")
     for key in ("cp", "dp"):
         value = getattr(config.parallel, key)
         _require(value is None or value > 0, f"parallel.{key}", value, "positive")
-    _require(config.parallel.timeout_s > 0, "parallel.timeout_s", config.parallel.timeout_s, ">0")
+    timeout = config.parallel.timeout_s
+    _require(0 < timeout < math.inf, "parallel.timeout_s", timeout, "positive and finite")
     for key in ("steps", "cases_per_step"):
         value = getattr(train, key)
         _require(value is None or value > 0, f"train.{key}", value, "positive")
     for key in ("epochs", "lr"):
-        _require(getattr(train, key) > 0, f"train.{key}", getattr(train, key), "positive")
+        value = getattr(train, key)
+        _require(0 < value < math.inf, f"train.{key}", value, "positive and finite")
     for key in ("weight_decay", "clip", "checkpoint_every", "eval_every", "eval_cases", "seed"):
         value = getattr(train, key)
         _require(value >= 0, f"train.{key}", value, "at least 0")

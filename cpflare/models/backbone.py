@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cpflare.config import Config, ModelConfig, config_from_dict, load_config
 from cpflare.models.layers import FeedForward, ResidualMLP, initialise_linear, make_norm
 from cpflare.models.mixer import State, Tokens, reduce_stages
 from cpflare.models.mixers import build_mixer
+from cpflare.models.recompute import recomputed
 from cpflare.ops import Reducer
 from cpflare.ops.random import token_dropout
 
@@ -38,19 +38,21 @@ class Block(nn.Module):
         """The mixer's token-local tensors of a chunk x [B, n, C]."""
         return self.mixer.tokens(self.norm1(x))
 
-    def emit(self, x: Tensor, tokens: Tokens, state: State, drop: Drop) -> Tensor:
-        """The block's output of a chunk, once the stages' state is known.  [B, n, C] -> the same"""
-        x = x + drop(self.mixer.emit(tokens, state), 2 * self.index)
-        return x + drop(self._feed_forward(x), 2 * self.index + 1)
+    def emit(
+        self, x: Tensor, tokens: Tokens, state: State, drop: Drop, *, recompute: bool = False
+    ) -> Tensor:
+        """The block's output of a chunk, once the stages' state is known.  [B, n, C] -> the same
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        """Recomputed in the backward: its hidden layer is most of what a block would hold."""
-        if not torch.is_grad_enabled():
-            return self._normalised_ffn(x)
-        out: Tensor = checkpoint(
-            self._normalised_ffn, x, use_reentrant=False, preserve_rng_state=False
-        )
-        return out
+        `recompute` drops the feed-forward network's hidden layer, most of what a block would hold,
+        and computes it again in the backward.
+        """
+        x = x + drop(self.mixer.emit(tokens, state), 2 * self.index)
+        if recompute and torch.is_grad_enabled():
+            parameters = (*self.norm2.parameters(), *self.ffn.parameters())
+            y = recomputed(self._normalised_ffn, x, parameters)
+        else:
+            y = self._normalised_ffn(x)
+        return x + drop(y, 2 * self.index + 1)
 
     def _normalised_ffn(self, x: Tensor) -> Tensor:
         out: Tensor = self.ffn(self.norm2(x))
@@ -61,7 +63,7 @@ class Block(nn.Module):
         tokens = [self.tokens(x) for x in xs]
         state = reduce_stages(self.mixer, tokens, reducer)
         return [
-            self.emit(x, chunk, state, drop)
+            self.emit(x, chunk, state, drop, recompute=True)
             for x, chunk, drop in zip(xs, tokens, drops, strict=True)
         ]
 
@@ -88,7 +90,8 @@ class Backbone(nn.Module):
             width, width, out_channels, input_residual=True, output_residual=False
         )
         self.reducer = Reducer()
-        self.chunk_tokens: int | None = None
+        self.executor: Executor | None = None  # None: in memory
+        self.chunk_tokens: int | None = None  # None: the device's default
         self.apply(initialise_linear)
 
     def forward(self, inputs: Tensor, rows: Tensor | None = None, step: int = 0) -> Tensor:
@@ -111,12 +114,10 @@ class Backbone(nn.Module):
             )
         batched = inputs if inputs.ndim == 3 else inputs[None]
         size = self.chunk_tokens or default_chunk_tokens(batched, self.width)
-        chunks = batched.split(size, dim=1)
-        drops = self.drops([chunk.shape[1] for chunk in chunks], rows, step)
-        xs = [self.in_proj(chunk) for chunk in chunks]  # [B, n, C] each
-        for block in self.blocks:
-            xs = block(xs, self.reducer, drops)
-        outputs = torch.cat([self.head(x) for x in xs], dim=1)
+        bounds = [slice(i, i + size) for i in range(0, max(batched.shape[1], 1), size)]
+        drops = self._drops([batched[:, chunk].shape[1] for chunk in bounds], rows, step)
+        run = self.executor or run_in_memory
+        outputs = run(self, batched, bounds, drops)
         return outputs if inputs.ndim == 3 else outputs[0]
 
     def head(self, x: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ class Backbone(nn.Module):
         out: Tensor = self.out_proj(self.out_norm(x))
         return out
 
-    def drops(self, sizes: Sequence[int], rows: Tensor | None, step: int) -> list[Drop]:
+    def _drops(self, sizes: Sequence[int], rows: Tensor | None, step: int) -> list[Drop]:
         """The dropout of each chunk of `sizes` tokens; a function of the tokens' global rows."""
         if not self.training or self.dropout == 0:
             return [_keep] * len(sizes)
@@ -134,6 +135,20 @@ class Backbone(nn.Module):
                 f"{None if rows is None else list(rows.shape)}; pass rows="
             )
         return [_TokenDrop(part, self.dropout, self.seed, step) for part in rows.split(list(sizes))]
+
+
+Executor = Callable[[Backbone, Tensor, Sequence[slice], Sequence[Drop]], Tensor]
+"""Runs a model over the chunks of this rank's tokens: inputs [B, n, F] -> outputs [B, n, O]."""
+
+
+def run_in_memory(
+    model: Backbone, inputs: Tensor, bounds: Sequence[slice], drops: Sequence[Drop]
+) -> Tensor:
+    """Ordinary autograd over all chunks at once: the default executor."""
+    xs = [model.in_proj(inputs[:, rows]) for rows in bounds]  # [B, n, C] each
+    for block in model.blocks:
+        xs = block(xs, model.reducer, drops)
+    return torch.cat([model.head(x) for x in xs], dim=1)
 
 
 class _TokenDrop:

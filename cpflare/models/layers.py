@@ -14,7 +14,19 @@ def make_norm(kind: str, width: int, *, affine: bool = True) -> nn.Module:
     if kind == "layernorm":
         return nn.LayerNorm(width, eps=1e-5, elementwise_affine=affine)
     assert kind == "rmsnorm"
-    return nn.RMSNorm(width, eps=1e-6, elementwise_affine=affine)
+    return RMSNorm(width, eps=1e-6, elementwise_affine=affine)
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm in its input's dtype; computed in fp32 inside.
+
+    Under autocast half-precision inputs meet fp32 weights, which would take torch off its fused
+    kernel and leave an fp32 output.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -54,18 +54,19 @@ class SoftmaxStage:
     finish: Callable[[Tensor, State], State]
     scale: float
 
-    def operands(
-        self, tokens: Sequence[Tokens], state: State
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Queries, and the keys and values of each chunk, in the dtype that attention runs in."""
-        ks = [match_dtypes(chunk[self.keys])[0] for chunk in tokens]
-        vs = [match_dtypes(chunk[self.values])[0] for chunk in tokens]
-        q = self.query(state).expand(ks[0].shape[0], -1, -1, -1)
-        return q.to(ks[0].dtype), ks, vs
+    def queries(self, state: State, batch: int) -> Tensor:
+        """The stage's queries for each batch element.  -> [B, H, M, D]"""
+        return to_attention_dtype(self.query(state)).expand(batch, -1, -1, -1)
+
+    def keys_and_values(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """A chunk's keys and values; one and the same tensor where they are shared."""
+        k = to_attention_dtype(tokens[self.keys])
+        return k, k if self.values == self.keys else to_attention_dtype(tokens[self.values])
 
     def reduce(self, tokens: Sequence[Tokens], state: State, reducer: Reducer) -> Tensor:
         """Communication: one encoder over the reducer's ranks."""
-        q, ks, vs = self.operands(tokens, state)
+        ks, vs = zip(*(self.keys_and_values(chunk) for chunk in tokens), strict=True)
+        q = self.queries(state, ks[0].shape[0])
         return reducer.softmax(q, ks, vs, scale=self.scale)
 
 
@@ -94,16 +95,14 @@ def reduce_stages(mixer: Mixer, tokens: Sequence[Tokens], reducer: Reducer) -> S
     return state
 
 
-def match_dtypes(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Bring the operands of an attention to one dtype.
+def to_attention_dtype(t: Tensor) -> Tensor:
+    """Bring an operand of an attention to autocast's dtype, where it is on.
 
-    Under autocast that is its dtype (norms leave fp32 behind); else the first tensor's.
+    Norms leave fp32 behind under autocast, and the kernels want all operands alike.
     """
-    device = tensors[0].device.type
-    dtype = tensors[0].dtype
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) for t in tensors)
+    if torch.is_autocast_enabled(t.device.type) and t.dtype != torch.float64:
+        return t.to(torch.get_autocast_dtype(t.device.type))
+    return t
 
 
 class NoMixer(nn.Module):

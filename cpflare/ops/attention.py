@@ -178,7 +178,7 @@ def _kernel_backward(
     q, k, v, dz, z = (_last_dim_dense(t) for t in (q, k, v, dz, z))
     if backend == "cpu_flash":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dz, q, k, v, z, lse.contiguous(), 0.0, False, scale=scale
+            dz, q, k, v, z, lse.to(statistics_dtype(q.dtype)).contiguous(), 0.0, False, scale=scale
         )
         return dq, dk, dv
     depth, rows = q.shape[-1], q.shape[-2]

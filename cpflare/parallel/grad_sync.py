@@ -34,6 +34,8 @@ def sum_gradients(
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if comm.size == 1:
         return extras
+    if not grads and extras is not None:
+        return comm.all_reduce(extras)
     total = extras
     for index, bucket in enumerate(_buckets(grads)):
         members = bucket if index or extras is None else [extras.to(bucket[0].dtype), *bucket]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from cpflare.models.layers import TokenProjection, latent_parameter, merge_heads, split_heads
-from cpflare.models.mixer import SoftmaxStage, State, Tokens, match_dtypes
+from cpflare.models.mixer import SoftmaxStage, State, Tokens, to_attention_dtype
 from cpflare.ops import decode
 
 
@@ -48,6 +48,6 @@ class FlareMixer(nn.Module):
     def emit(self, tokens: Tokens, state: State) -> Tensor:
         z = state["z"]
         q = self.queries[None].expand(z.shape[0], -1, -1, -1)
-        z, k, q = match_dtypes(z, tokens["k"], q)
+        z, k, q = map(to_attention_dtype, (z, tokens["k"], q))
         out: Tensor = self.out_proj(merge_heads(decode(k, q, z, scale=self.scale)))
         return out

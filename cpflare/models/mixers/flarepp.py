@@ -12,7 +12,7 @@ from cpflare.models.layers import (
     merge_heads,
     split_heads,
 )
-from cpflare.models.mixer import SoftmaxStage, State, Tokens, match_dtypes
+from cpflare.models.mixer import SoftmaxStage, State, Tokens, to_attention_dtype
 from cpflare.ops import decode
 
 
@@ -108,6 +108,6 @@ class FlarePPMixer(nn.Module):
         )
 
     def emit(self, tokens: Tokens, state: State) -> Tensor:
-        z, k, q = match_dtypes(state["z"], tokens["k"], state["q"])
+        z, k, q = map(to_attention_dtype, (state["z"], tokens["k"], state["q"]))
         out: Tensor = self.out_proj(merge_heads(decode(k, q, z, scale=self.scale)))
         return out
