@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -28,6 +29,12 @@ SETTINGS = (
     "model.dropout=0.1",
     "train.cases_per_step=2",
 )
+PRECISIONS = {
+    "fp32": ["train.precision=fp32"],
+    "fp64": ["train.precision=fp64"],
+    # So large a rate makes gradients overflow, which changes the loss scale.
+    "fp16": ["train.precision=fp16", "train.lr=0.1", "train.schedule=constant"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +54,9 @@ def train_alone(store, run_dir, *more):
 def whole(store, tmp_path_factory):
     """An uninterrupted run for each precision."""
     runs = {}
-    for precision in ("fp32", "fp64", "fp16"):
+    for precision, settings in PRECISIONS.items():
         runs[precision] = tmp_path_factory.mktemp(precision)
-        train_alone(store, runs[precision], f"train.precision={precision}")
+        train_alone(store, runs[precision], *settings)
     return runs
 
 
@@ -94,13 +101,15 @@ def same_weights(a, b):
 @pytest.mark.parametrize("step", [3, 6])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(store, whole, tmp_path, precision, step):
     run_dir = interrupted(whole[precision], tmp_path / "run", step)
-    text = train_alone(store, run_dir, f"train.precision={precision}")
+    text = train_alone(store, run_dir, *PRECISIONS[precision])
     assert f"resumed after step {step}" in text
     assert course(run_dir) == course(whole[precision])
     assert same_weights(run_dir, whole[precision])
     own, other = (read_metrics(r, "eval") for r in (run_dir, whole[precision]))
     assert [e["pressure_rel_l2"] for e in own] == [e["pressure_rel_l2"] for e in other]
     assert steps_of(run_dir) == steps_of(whole[precision])
+    overflows = [math.isinf(event["grad_norm"]) for event in course(run_dir)[:6]]
+    assert any(overflows) == (precision == "fp16")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
