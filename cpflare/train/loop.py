@@ -188,10 +188,9 @@ class Trainer:
         with closing(steps):
             self._stop_if_asked(reporter)
             self._evaluate_if_due(reporter)
-            lifeline.place = f"step {self.progress.step + 1}, reading"
+            lifeline.place = f"{self._next_step()}, reading"
             for step in steps:
-                cases = ", ".join(window.case for window in step.windows)
-                lifeline.place = f"step {step.number + 1}, case {cases}"
+                lifeline.place = self._next_step()
                 # What evaluations and agreements have sent is no part of the step.
                 topology.world_comm.take_traffic()
                 topology.cp_comm.take_traffic()
@@ -201,13 +200,17 @@ class Trainer:
                 self.writer.check()
                 self._stop_if_asked(reporter)
                 self._evaluate_if_due(reporter)
-                lifeline.place = f"step {self.progress.step + 1}, reading"
+                lifeline.place = f"{self._next_step()}, reading"
         lifeline.place = "writing the final weights"
         with agreed(topology.world_comm):
             if topology.rank == 0:
                 # Before the last checkpoint: a run that has that one lacks nothing.
                 self._write_weights()
         self.save(reporter, last=True)
+
+    def _next_step(self) -> str:
+        cases = [window.case for window in self.sampler.windows(self.progress.step)]
+        return f"step {self.progress.step + 1}, case {', '.join(cases)}"
 
     def _write_weights(self) -> None:
         write_weights(self.run_dir / WEIGHTS, self.learner.weights(averaged=True))
