@@ -285,28 +285,30 @@ BAD_FILES = {
 }
 
 
-def prepare_with(folder, monkeypatch, capsys, *, good, write):
-    """Prepare some good files and then a bad one, run_9: exit status and standard error."""
-    for number in range(1, good + 1):
-        body(folder / "raw" / f"run_{number}" / f"boundary_{number}.vtp")
+def prepare_two(folder, monkeypatch, capsys, *, train, write):
+    """Prepare a good run_1 and a bad run_9, one of them to train on: status, standard error."""
+    body(folder / "raw" / "run_1" / "boundary_1.vtp")
     write(folder / "raw" / "run_9" / "boundary_9.vtp")
-    (folder / "splits.json").write_text('{"train": ["run_1"], "val": [], "test": ["run_9"]}')
-    arguments = ("prep", folder / "raw", folder / "store", "--splits", folder / "splits.json")
+    test = {"run_1": "run_9", "run_9": "run_1"}[train]
+    splits = folder / "splits.json"
+    splits.write_text(json.dumps({"train": [train], "val": [], "test": [test]}))
+    arguments = ("prep", folder / "raw", folder / "store", "--splits", splits)
     return command_line(monkeypatch, capsys, *arguments)
 
 
 @pytest.mark.parametrize("bad", BAD_FILES)
 def test_a_bad_file_is_named_left_out_and_the_others_prepared(tmp_path, monkeypatch, capsys, bad):
     write, named = BAD_FILES[bad]
-    status, text = prepare_with(tmp_path, monkeypatch, capsys, good=2, write=write)
+    status, text = prepare_two(tmp_path, monkeypatch, capsys, train="run_1", write=write)
     assert status == 2
     check(error_line(text), ["run_9", "boundary_9.vtp", *named])
-    assert Store.open(tmp_path / "store").cases == ("run_1", "run_2")
+    assert Store.open(tmp_path / "store").cases == ("run_1",)
 
 
 def test_a_bad_file_is_named_where_no_other_is_there(tmp_path, monkeypatch, capsys):
     write, named = BAD_FILES["missing field"]
-    status, text = prepare_with(tmp_path, monkeypatch, capsys, good=0, write=write)
+    write(tmp_path / "raw" / "run_9" / "boundary_9.vtp")
+    status, text = command_line(monkeypatch, capsys, "prep", tmp_path / "raw", tmp_path / "store")
     assert status == 2
     check(error_line(text), ["run_9", "boundary_9.vtp", *named])
 
@@ -314,11 +316,7 @@ def test_a_bad_file_is_named_where_no_other_is_there(tmp_path, monkeypatch, caps
 def test_a_bad_file_is_named_where_it_is_the_only_one_to_train_on(tmp_path, monkeypatch, capsys):
     """That no training case is left is what follows; the user needs to know from what."""
     write, named = BAD_FILES["missing field"]
-    body(tmp_path / "raw" / "run_1" / "boundary_1.vtp")
-    write(tmp_path / "raw" / "run_9" / "boundary_9.vtp")
-    (tmp_path / "splits.json").write_text('{"train": ["run_9"], "val": [], "test": ["run_1"]}')
-    arguments = ("prep", tmp_path / "raw", tmp_path / "store", "--splits", tmp_path / "splits.json")
-    status, text = command_line(monkeypatch, capsys, *arguments)
+    status, text = prepare_two(tmp_path, monkeypatch, capsys, train="run_9", write=write)
     assert status == 2
     assert "Traceback" not in text
     check(text, ["run_9", "boundary_9.vtp", *named])

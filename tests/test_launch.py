@@ -27,7 +27,7 @@ from stores import (
 from cpflare.data.store import Store
 from cpflare.parallel.partition import shard_bounds
 from data_prep.vtp_to_zarr import prepare
-from launch import predict_cp, train_cp
+from launch import embedded, predict_cp, train_cp
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -243,3 +243,18 @@ def test_help_has_an_example_and_status_0(launcher, capsys):
     out, err = capsys.readouterr()
     assert err == ""
     assert "torchrun --nproc_per_node=" in out
+
+
+def test_without_a_configuration_the_embedded_data_set_is_made_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(embedded, "CASES", 4)
+    monkeypatch.setattr(embedded, "CELLS", 400)
+    store = tmp_path / "data" / "store"
+    arguments = [f"data.store={store}", *SMALL, "train.steps=2", "train.eval_every=0"]
+    train_cp.main([*arguments, f"run.dir={tmp_path / 'first'}"])
+    assert len(Store.open(store).split("train")) == 2
+    assert len(read_metrics(tmp_path / "first")) == 2
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
+    train_cp.main([*arguments, f"run.dir={tmp_path / 'second'}"])
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")} == before
+    losses = [[s["loss"] for s in read_metrics(tmp_path / run)] for run in ("first", "second")]
+    assert losses[0] == losses[1]

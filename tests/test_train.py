@@ -40,7 +40,16 @@ SETTINGS = {
         "data.position=relative",
     ],
 }
-LAYOUTS = {"R=1": (1, 1), "R=2": (2, 1), "R=3": (3, 1), "DP2×CP2": (4, 2)}
+STREAMED = ("engine.executor=streamed", "engine.chunk_tokens=16")
+LAYOUTS = {
+    "R=1": (1, 1, ()),
+    "R=2": (2, 1, ()),
+    "R=3": (3, 1, ()),
+    "DP2": (2, 2, ()),
+    "DP2×CP2": (4, 2, ()),
+    "R=1 streamed": (1, 1, STREAMED),
+    "R=3 streamed": (3, 1, STREAMED),
+}
 
 STEP_KEYS = {
     *("kind", "step", "epoch", "cases", "loss", "grad_norm", "lr", "tokens", "step_s", "data_s"),
@@ -61,8 +70,9 @@ def trained(store, tmp_path_factory):
     def run(settings, layout):
         if (settings, layout) not in runs:
             run_dir = tmp_path_factory.mktemp("run")
-            world_size, dp = LAYOUTS[layout]
-            overrides = overrides_of(store, run_dir, *SETTINGS[settings], f"parallel.dp={dp}")
+            world_size, dp, engine = LAYOUTS[layout]
+            more = (*SETTINGS[settings], *engine, f"parallel.dp={dp}")
+            overrides = overrides_of(store, run_dir, *more)
             run_ranks(world_size, train_rank, overrides)
             runs[settings, layout] = run_dir
         return runs[settings, layout]
@@ -80,7 +90,7 @@ def train_alone(store, run_dir, *more):
     return run_dir
 
 
-@pytest.mark.parametrize("layout", ["R=2", "R=3", "DP2×CP2"])
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_twenty_steps_are_the_same_on_every_number_of_ranks(trained, settings, layout):
     one, other = trained(settings, "R=1"), trained(settings, layout)
@@ -113,6 +123,13 @@ def test_the_settings_do_what_they_are_there_for(trained, settings):
         assert sum(step["grad_norm"] > 0.5 for step in steps) > STEPS / 2
         assert any(step["tokens"] % 2 for step in steps)
         assert {step["tokens"] for step in steps} <= {53 + 53, 53 + 2}
+
+
+def test_the_streamed_executor_is_at_work(trained):
+    """Chunks are summed in another order, which shows in the last digits of some step."""
+    in_memory, streamed = (trained("flarepp-mse", layout) for layout in ("R=1", "R=1 streamed"))
+    losses = [[step["loss"] for step in read_metrics(run)] for run in (in_memory, streamed)]
+    assert losses[0] != losses[1]
 
 
 def plain_training(store, overrides):
@@ -208,7 +225,7 @@ def test_the_time_of_communication_is_a_part_of_the_step_s(trained, layout):
 
 
 def first_step(store, folder, layout, settings):
-    world_size, dp = LAYOUTS[layout]
+    world_size, dp, _ = LAYOUTS[layout]
     more = ["train.precision=fp32", "train.steps=1", f"parallel.dp={dp}"]
     overrides = overrides_of(store, folder, *SETTINGS[settings], *more)
     run_ranks(world_size, train_rank, overrides)
