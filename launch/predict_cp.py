@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +11,10 @@ from pathlib import Path
 from cpflare.config import ParallelConfig
 from cpflare.data.store import Store
 from cpflare.engine import parallelize
+from cpflare.engine.configure import parse_bytes
 from cpflare.errors import ConfigError, DataError
 from cpflare.evaluate.job import Mesh, Predictor
-from cpflare.evaluate.predict import load_weights
+from cpflare.evaluate.predict import Inference, load_weights
 from cpflare.log import set_up_logging
 from cpflare.models import build_model
 from cpflare.parallel.runtime import agreed, run_guarded, same_on_all
@@ -43,6 +45,7 @@ def parser() -> Parser:
     parser.add_argument("--out", type=Path, required=True, help="folder of the predictions")
     parser.add_argument("--store", type=Path, help="the store, where it is not the training's")
     parser.add_argument("--source", type=Path, help="folder of the source meshes, if they moved")
+    parser.add_argument("--memory-limit", help="of each rank, such as 6GiB: chunks follow from it")
     parser.add_argument("--ref-area", type=float, help="reference area of --mesh in m²")
     parser.add_argument("--speed", type=float, help="free-stream speed of --mesh in m/s")
     return parser
@@ -64,8 +67,13 @@ def main(argv: Sequence[str]) -> None:
         model = build_model(run.config)
         load_weights(model, options.run_dir / WEIGHTS)
         parallelize(model.to(device), topology.cp_comm)
+        engine = run.config.engine
+        if options.memory_limit is not None:
+            parse_bytes(options.memory_limit)
+            engine = dataclasses.replace(engine, memory_limit=options.memory_limit)
+        inference = Inference(device, run.config.train.precision, engine)
         predictor = Predictor(
-            model, run.normalizer, run.config.train.precision, run.field_map, topology, options.out
+            model, run.normalizer, inference, run.field_map, topology, options.out
         )
         store, cases = (None, ()) if options.mesh else _store_and_cases(options, run)
         if rank == 0:

@@ -1,5 +1,6 @@
 """Executors: how the blocks of a model are run."""
 
+from cpflare.engine.configure import configure, predicting
 from cpflare.engine.parallelize import parallelize
 
-__all__ = ["parallelize"]
+__all__ = ["configure", "parallelize", "predicting"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,9 @@ class ActivationStore:
         chunk = self.buffers[0 if self.in_place else index][:, rows]
         return chunk.to(device=self.device, dtype=self.dtype, non_blocking=True)
 
+    keeps = True
+    """Whether what is put can be got again without computing it."""
+
     def __contains__(self, index: int) -> bool:
         return (0 if self.in_place else index) in self.buffers
 
@@ -49,3 +54,20 @@ class ActivationStore:
         """Give up a block's input."""
         if not self.in_place:
             self.buffers.pop(index, None)
+
+
+class NoActivations(ActivationStore):
+    """Keeps nothing: a block's input is computed from the network's inputs whenever it is read.
+
+    The blocks before it are token-local once their state is known. Compute grows with the square of
+    the number of blocks, and no memory of size N is held: the last resort of a prediction.
+    """
+
+    keeps = False
+
+    def __init__(self, tokens: int, compute: Callable[[int, slice], Tensor]) -> None:
+        super().__init__(tokens)
+        self.compute = compute
+
+    def get(self, index: int, rows: slice) -> Tensor:
+        return self.compute(index, rows)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cpflare.engine.activations import ActivationStore
+from cpflare.engine.activations import ActivationStore, NoActivations
 from cpflare.models.backbone import Backbone, Block, Drop
 from cpflare.models.mixer import SoftmaxStage, State
 from cpflare.ops.attention import attend_backward
@@ -33,12 +33,14 @@ class StreamedExecutor:
     """Runs a model with bounded memory; see the file's first lines.
 
     `keep_every` keeps every k-th block input and recomputes those between from it, once, in the
-    backward. `half` and `host` say how kept inputs are held (`ActivationStore`).
+    backward. `half` and `host` say how kept inputs are held (`ActivationStore`). `keep_none`, for
+    predictions alone, keeps no block input at all (`NoActivations`).
     """
 
     keep_every: int = 1
     half: bool = False
     host: bool = False
+    keep_none: bool = False
 
     def __call__(
         self, model: Backbone, inputs: Tensor, bounds: Sequence[slice], drops: Sequence[Drop]
@@ -50,6 +52,10 @@ class StreamedExecutor:
         )
         sweep = Sweep(model, store, bounds, drops, self.keep_every)
         if not with_grad:
+            if self.keep_none:
+                sweep.store = NoActivations(
+                    inputs.shape[1], lambda index, rows: sweep.block_input(index, inputs[:, rows])
+                )
             return sweep.forward(inputs)
         trigger = torch.empty(0, device=inputs.device, requires_grad=True)
         return Streamed.apply(inputs, trigger, sweep)  # type: ignore[no-any-return, no-untyped-call]
@@ -123,11 +129,13 @@ class Sweep:
     def forward(self, inputs: Tensor) -> Tensor:
         """[B, n, F] -> [B, n, O], without gradients; remembers what the backward needs."""
         with torch.no_grad(), self.autocast():
-            for rows, _ in self.chunks:
-                self.store.put(0, rows, self.model.in_proj(inputs[:, rows]))
+            if self.store.keeps:
+                for rows, _ in self.chunks:
+                    self.store.put(0, rows, self.model.in_proj(inputs[:, rows]))
             for index, block in enumerate(self.blocks):
                 self.memories.append(self._reduce(block, index, inputs.shape[0]))
-                self._emit(index)
+                if self.store.keeps:
+                    self._emit(index)
                 if index % self.keep_every:
                     self.store.free(index)
             last = len(self.memories)
@@ -154,6 +162,13 @@ class Sweep:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         for rows, _ in self.chunks:
             yield stage.keys_and_values(block.tokens(self.store.get(index, rows)))
+
+    def block_input(self, index: int, inputs: Tensor) -> Tensor:
+        """A chunk's input of a block, from the network's inputs [B, m, F]."""
+        x: Tensor = self.model.in_proj(inputs)
+        for block, memory in zip(self.blocks[:index], self.memories, strict=False):
+            x = _emit_chunk(block, x, memory.state, _no_drop)
+        return x
 
     def _emit(self, index: int) -> None:
         """From a block's input to its output, which is the next one's input."""
@@ -254,6 +269,10 @@ class Sweep:
 
 def _emit_chunk(block: Block, x: Tensor, state: State, drop: Drop) -> Tensor:
     return block.emit(x, block.tokens(x), state, drop)
+
+
+def _no_drop(x: Tensor, layer: int) -> Tensor:
+    return x
 
 
 def _finish(stage: SoftmaxStage, z: Tensor, state: State, name: str) -> Tensor:

@@ -23,7 +23,12 @@ from cpflare.evaluate.export import find_source, write_npz, write_vtp
 from cpflare.evaluate.files import written_aside
 from cpflare.evaluate.forces import Reference, coefficients, integrate
 from cpflare.evaluate.interchange import check_finite
-from cpflare.evaluate.predict import gather_in_source_order, predict_shard, run_model
+from cpflare.evaluate.predict import (
+    Inference,
+    gather_in_source_order,
+    predict_shard,
+    run_model,
+)
 from cpflare.log import show_progress
 from cpflare.models import Backbone
 from cpflare.parallel.partition import shard_bounds
@@ -50,7 +55,7 @@ class Predictor:
 
     model: Backbone
     normalizer: Normalizer
-    precision: str
+    inference: Inference
     field_map: Mapping[str, Any]
     topology: Topology
     out: Path
@@ -69,7 +74,7 @@ class Predictor:
         reader = ShardReader(
             store,
             self.normalizer,
-            weight_dtype(self.precision),
+            weight_dtype(self.inference.precision),
             self.topology.cp,
             self.topology.cp_rank,
         )
@@ -78,9 +83,7 @@ class Predictor:
             case = store.case(name)
             window = Window(name, 0, case.num_rows, case.num_rows)
             targets = [field for field in self.normalizer.targets if field in case.fields]
-            predicted = predict_shard(
-                self.model, reader, window, self.topology.device, self.precision
-            )
+            predicted = predict_shard(self.model, reader, window, self.inference)
             stored = reader.read_fields(window, ["cell_id", *targets])
             rows = stored.pop("cell_id")
             sizes = window.shard_sizes(self.topology.cp)
@@ -155,9 +158,9 @@ class Predictor:
         first, last = shard_bounds(num_rows, self.topology.cp, self.topology.cp_rank)
         shard = {name: values[first:last] for name, values in mesh.fields.items()}
         shard["position"] = shard["position"] - mesh.offset
-        dtype = weight_dtype(self.precision)
+        dtype = weight_dtype(self.inference.precision)
         inputs = self.normalizer.encode_inputs(shard, mesh.offset, dtype)
-        outputs = run_model(self.model, inputs, self.topology.device, self.precision)
+        outputs = run_model(self.model, inputs, self.inference)
         bounds = [shard_bounds(num_rows, self.topology.cp, r) for r in range(self.topology.cp)]
         return gather_in_source_order(
             self.normalizer.decode_targets(outputs),

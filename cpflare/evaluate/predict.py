@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +10,27 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from cpflare.config import EngineConfig
 from cpflare.data.loader import ShardReader
 from cpflare.data.sampler import Window
+from cpflare.engine import predicting
 from cpflare.errors import DataError
 from cpflare.models import Backbone
 from cpflare.parallel.comm import Communicator
 from cpflare.precision import autocast
 
 
+@dataclass(frozen=True)
+class Inference:
+    """How a model is run without gradients: where, in which precision, within which memory."""
+
+    device: torch.device
+    precision: str
+    engine: EngineConfig
+
+
 def predict_shard(
-    model: Backbone, reader: ShardReader, window: Window, device: torch.device, precision: str
+    model: Backbone, reader: ShardReader, window: Window, inference: Inference
 ) -> dict[str, np.ndarray]:
     """Physical fields of this rank's tokens of a window, by canonical name, in window order.
 
@@ -27,18 +39,23 @@ def predict_shard(
     arrays = reader.read_fields(window, reader.normalizer.inputs)
     offset = reader.store.case(window.case).offset
     inputs = reader.normalizer.encode_inputs(arrays, offset, reader.dtype)
-    return reader.normalizer.decode_targets(run_model(model, inputs, device, precision))
+    return reader.normalizer.decode_targets(run_model(model, inputs, inference))
 
 
-def run_model(
-    model: Backbone, inputs: torch.Tensor, device: torch.device, precision: str
-) -> torch.Tensor:
-    """The model's outputs without gradients.  [n, F] on the CPU -> [n, O] on the device"""
+def run_model(model: Backbone, inputs: torch.Tensor, inference: Inference) -> torch.Tensor:
+    """The model's outputs without gradients, streamed.
+
+    [n, F] on the CPU -> [n, O] on the device
+    """
     was_training = model.training
     model.eval()
     try:
-        with torch.inference_mode(), autocast(device, precision):
-            outputs: torch.Tensor = model(inputs.to(device))
+        with (
+            torch.inference_mode(),
+            predicting(model, inputs.shape[0], inference.engine),
+            autocast(inference.device, inference.precision),
+        ):
+            outputs: torch.Tensor = model(inputs.to(inference.device))
     finally:
         model.train(was_training)
     return outputs

@@ -19,6 +19,7 @@ from cpflare.data.normalize import Normalizer
 from cpflare.data.sampler import Sampler, Window
 from cpflare.data.store import Store
 from cpflare.errors import ConfigError, DataError
+from cpflare.evaluate.predict import Inference
 from cpflare.parallel.grad_sync import broadcast_parameters, require_agreement
 from cpflare.parallel.runtime import Stopped, agreed
 from cpflare.parallel.topology import Topology
@@ -279,7 +280,7 @@ class Trainer:
                 self.reader,
                 windows,
                 self.topology,
-                train.precision,
+                Inference(self.topology.device, train.precision, self.config.engine),
                 self._before_evaluation_of,
             )
         suffix = "_sub" if is_sub else ""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cpflare.config import Config
 from cpflare.data.loader import Sample, Step
-from cpflare.engine import parallelize
+from cpflare.engine import configure, parallelize
 from cpflare.errors import NonFiniteError
 from cpflare.models import build_model
 from cpflare.parallel.grad_sync import sum_gradients
@@ -39,7 +39,8 @@ class Learner:
     ) -> None:
         train = config.train
         self.config, self.topology, self.cases_per_step = train, topology, cases_per_step
-        self.model = parallelize(build_model(config).to(topology.device), topology.cp_comm)
+        model = parallelize(build_model(config).to(topology.device), topology.cp_comm)
+        self.model = configure(model, config.engine)
         self.optimizer = build_optimizer(self.model, train)
         self.schedule = build_schedule(self.optimizer, train, total_steps)
         self.scaler = torch.amp.GradScaler(topology.device.type, enabled=train.precision == "fp16")

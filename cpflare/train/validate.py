@@ -11,7 +11,7 @@ import torch
 from cpflare.data.loader import ShardReader
 from cpflare.data.sampler import Sampler, Window
 from cpflare.evaluate.metrics import FieldSums, mean_over_cases
-from cpflare.evaluate.predict import predict_shard
+from cpflare.evaluate.predict import Inference, predict_shard
 from cpflare.models import Backbone
 from cpflare.parallel.topology import Topology
 
@@ -39,7 +39,7 @@ def validate(
     reader: ShardReader,
     windows: Sequence[Window],
     topology: Topology,
-    precision: str,
+    inference: Inference,
     before_case: Callable[[Window], None] = lambda window: None,
 ) -> dict[str, float]:
     """Mean over cases of each field's errors in physical units, equal on all ranks.
@@ -58,7 +58,7 @@ def validate(
         before_case(window)
         if index % topology.dp != topology.dp_rank:
             continue
-        predictions = predict_shard(model, reader, window, topology.device, precision)
+        predictions = predict_shard(model, reader, window, inference)
         truth = reader.read_fields(window, (*fields, "area"))
         sums = FieldSums(fields)
         sums.add(predictions, truth, truth["area"])

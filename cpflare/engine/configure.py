@@ -1,0 +1,138 @@
+"""From `engine.*` to an executor: in training, and for whole surfaces within a memory limit."""
+
+from __future__ import annotations
+
+import logging
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from cpflare.config import EngineConfig
+from cpflare.engine.streamed import StreamedExecutor
+from cpflare.errors import ConfigError
+from cpflare.models import Backbone
+from cpflare.models.backbone import default_chunk_tokens
+
+logger = logging.getLogger("cpflare")
+
+GPU_CHUNK = 2**18
+"""Tokens of a streamed chunk on a GPU: long enough to keep it busy."""
+
+_WORKING_SET = 16
+"""Tensors of a chunk's size that live at once while a block runs without gradients; measured."""
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+
+
+def configure(model: Backbone, engine: EngineConfig) -> Backbone:
+    """Set a model's executor for training; returns the same model.
+
+    Raises:
+        ConfigError: keys that do not go together.
+    """
+    _check(engine)
+    device = next(model.parameters()).device
+    model.chunk_tokens = engine.chunk_tokens
+    if engine.executor == "streamed":
+        if engine.chunk_tokens is None and device.type != "cpu":
+            model.chunk_tokens = GPU_CHUNK
+        model.executor = StreamedExecutor(
+            keep_every=engine.recompute if isinstance(engine.recompute, int) else 1,
+            half=engine.offload == "bf16",
+            host=engine.offload == "host",
+        )
+    elif engine.recompute == "pointwise":
+        # Block inputs and latents are kept, all that is token-local is computed again: streaming.
+        model.executor = StreamedExecutor()
+    else:
+        model.executor = None
+    return model
+
+
+@contextmanager
+def predicting(model: Backbone, num_tokens: int, engine: EngineConfig) -> Iterator[None]:
+    """Inside, the model runs whole surfaces of `num_tokens` tokens on this rank in bounded memory.
+
+    One activation a token is kept, and the chunk size follows from `engine.memory_limit`. Where
+    even that does not fit, nothing is kept and the compute grows (`NoActivations`).
+
+    Raises:
+        ConfigError: the limit is below what the process holds already.
+    """
+    before = model.executor, model.chunk_tokens
+    parameter = next(model.parameters())
+    default = default_chunk_tokens(parameter.new_empty(1, 0, 1), model.width)
+    chunk = engine.chunk_tokens or (default if parameter.device.type == "cpu" else GPU_CHUNK)
+    keep_none = False
+    limit = parse_bytes(engine.memory_limit)
+    if limit is not None:
+        per_token = model.width * parameter.element_size()
+        free = limit - _held(parameter.device)
+        keep_none = free - num_tokens * per_token < _WORKING_SET * per_token * min(chunk, 256)
+        fits = (free - (0 if keep_none else num_tokens * per_token)) // (_WORKING_SET * per_token)
+        if fits < 1:
+            raise ConfigError(
+                f"engine.memory_limit={engine.memory_limit} is below the {_held(parameter.device)} "
+                "bytes that the process holds before the model runs; raise it or use more ranks"
+            )
+        chunk = min(chunk, fits)
+        if keep_none:
+            logger.warning("notice: %d tokens exceed engine.memory_limit; recomputing", num_tokens)
+    model.executor = StreamedExecutor(keep_none=keep_none, host=engine.offload == "host")
+    model.chunk_tokens = chunk
+    try:
+        yield
+    finally:
+        model.executor, model.chunk_tokens = before
+
+
+def parse_bytes(value: int | str | None) -> int | None:
+    """A number of bytes, or a text such as 6GiB.  Raises ConfigError for anything else."""
+    if value is None or isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value)
+    if not match or match[2] not in _UNITS:
+        raise ConfigError(f"engine.memory_limit={value} must be bytes or a size such as 6GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _check(engine: EngineConfig) -> None:
+    parse_bytes(engine.memory_limit)
+    recompute = engine.recompute
+    if engine.chunk_tokens is not None and engine.chunk_tokens < 1:
+        raise ConfigError(f"engine.chunk_tokens={engine.chunk_tokens} must be positive")
+    if isinstance(recompute, int) and (recompute < 1 or engine.executor != "streamed"):
+        raise ConfigError(
+            f"engine.recompute={recompute} keeps every k-th block input of the streamed executor; "
+            "set engine.executor=streamed and k of at least 1"
+        )
+    if recompute == "pointwise" and engine.executor != "in_memory":
+        raise ConfigError(
+            "engine.recompute=pointwise is what the streamed executor does anyway; leave it "
+            "out, or set engine.executor=in_memory"
+        )
+    if engine.offload != "none" and engine.executor != "streamed":
+        raise ConfigError(
+            f"engine.offload={engine.offload} moves block inputs of the streamed executor; set "
+            "engine.executor=streamed"
+        )
+
+
+def _held(device: torch.device) -> int:
+    """Bytes in use: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
