@@ -1,4 +1,4 @@
-"""What a user can cause: errors whose message is one line with what was wrong, the value, and the mend."""
+"""What a user can cause: one line with what was wrong, the value, and the mend."""
 
 from __future__ import annotations
 
