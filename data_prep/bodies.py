@@ -75,7 +75,7 @@ class Shape:
 
 RANGES: Final[dict[str, Span]] = {
     "vehicle_length": Span(4.1, 5.1),
-    "vehicle_width": Span(1.80, 2.20),
+    "vehicle_width": Span(1.80, 2.12),
     "vehicle_height": Span(1.40, 1.60),
     "front_overhang": Span(0.72, 1.00),
     "front_planview": Span(0.05, 0.45),
@@ -83,12 +83,12 @@ RANGES: Final[dict[str, Span]] = {
     "approach_angle": Span(4.0, 20.0),
     "windscreen_angle": Span(25.0, 50.0),
     "greenhouse_tapering": Span(6.0, 26.0),
-    "decklid_height": Span(0.90, 1.12),
-    "rearend_tapering": Span(0.0, 11.0),
+    "decklid_height": Span(0.97, 1.14),
+    "rearend_tapering": Span(0.0, 8.0),
     "rear_overhang": Span(0.75, 1.10),
-    "rear_diffusor_angle": Span(0.0, 15.0),
-    "vehicle_ride_height": Span(0.12, 0.26),
-    "vehicle_pitch": Span(-1.8, 1.8),
+    "rear_diffusor_angle": Span(0.0, 16.0),
+    "vehicle_ride_height": Span(0.13, 0.27),
+    "vehicle_pitch": Span(-2.6, 2.6),
 }
 BACKLIGHT_RANGES: Final = (Span(24.0, 44.0), Span(11.0, 21.0), Span(55.0, 78.0))
 _DECK_LENGTHS: Final = (0.42, 0.10, 0.03)
@@ -136,10 +136,10 @@ class Body:
         self._top = _upper_profile(shape, self.x_nose, self.x_tail)
         ride = shape.vehicle_ride_height
         self._floor = _Polyline(
-            x=np.array([-WHEEL_RADIUS - 0.05, shape.wheelbase + 0.10]),
+            x=np.array([-WHEEL_RADIUS - 0.05, shape.wheelbase + 0.05]),
             slopes=np.array([-_tan(shape.approach_angle), 0.0, _tan(shape.rear_diffusor_angle)]),
             anchor=(0.0, ride),
-            blur=0.05,
+            blur=np.array([0.10, 0.16]),
         )
 
     def surface(self, cx: Array, cy: Array, cz: Array) -> Array:
@@ -185,12 +185,12 @@ class Body:
 
     def _with_tyres(self, x: Array, y: Array, half_width: Array, floor: Array) -> Array:
         """Heights of the floor with the tyres let down to the ground."""
-        across = _step((y - (half_width - TYRE_WIDTH)) / 0.02)
+        across = _step((y - (half_width - TYRE_WIDTH)) / 0.03)
         lowest = floor
         for axle in (0.0, self.shape.wheelbase):
             chord = np.maximum(WHEEL_RADIUS**2 - (x - axle) ** 2, 0.0)
             tread = WHEEL_RADIUS - _SQUASH - np.sqrt(chord)
-            lowest = lowest - across * _ramp(floor - tread, 0.02)
+            lowest = lowest - across * _ramp(floor - tread, 0.03)
         return lowest
 
     def _wheel_discs(self, x: Array, height: Array) -> Array:
@@ -241,7 +241,7 @@ def _upper_profile(shape: Shape, x_nose: float, x_tail: float) -> _Polyline:
         x=np.array([cowl_x, roof_start, middle, roof_end, deck_start]),
         slopes=np.array([_tan(shape.hood_angle), screen, camber, -camber, -back, -0.04]),
         anchor=(middle, height),
-        blur=np.array([0.05, 0.09, 0.25, 0.06, 0.04]),
+        blur=np.array([0.08, 0.12, 0.25, 0.08, 0.05]),
     )
 
 

@@ -54,6 +54,7 @@ class CarFlow:
         base = self.base_weight(panels.centre, panels.normal)
         facing = np.maximum(panels.normal[:, 0], 0.0)
         self.base_area = 2.0 * float((base * facing) @ panels.area)
+        self.frontal_area = 2.0 * float(np.maximum(-panels.normal[:, 0], 0.0) @ panels.area)
         self.wetted_area = 2.0 * float(panels.area.sum())
         self.base_pressure = self._base_pressure()
         self.loss = UNDERBODY_LOSS / shape.vehicle_ride_height
@@ -104,12 +105,12 @@ class CarFlow:
     def _base_pressure(self) -> float:
         """Pressure coefficient of the base region."""
         shape = self.body.shape
-        friction = 0.0030 * self.wetted_area / self.base_area
+        friction = 0.0030 * self.wetted_area / self.frontal_area
         hoerner = -0.029 / np.sqrt(friction)
-        slant = 1.0 + 1.1 * np.exp(-(((shape.backlight_angle - 28.0) / 9.0) ** 2))
-        boat_tail = 1.0 - 0.045 * shape.rearend_tapering
-        under = 1.0 + 0.5 * np.tanh((shape.rear_diffusor_angle - 9.0) / 4.0)
-        return float(1.25 * hoerner * slant * boat_tail * under)
+        slant = 1.0 + 0.25 * np.exp(-(((shape.backlight_angle - 28.0) / 10.0) ** 2))
+        boat_tail = 1.0 - 0.03 * shape.rearend_tapering
+        under = 1.0 + 0.15 * np.tanh((shape.rear_diffusor_angle - 9.0) / 4.0)
+        return float(1.68 * hoerner * slant * boat_tail * under)
 
     @cached_property
     def _splines(self) -> tuple[Array, Array, Array]:
