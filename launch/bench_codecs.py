@@ -3,7 +3,8 @@
     python launch/bench_codecs.py STORE [CASE] --rows 2000000
 
 Every array of the case is written again in the store's layout with each codec, into a temporary
-folder; a read is 100,000 rows of the four fields that training reads, from a warm page cache.
+folder; a read is 100,000 rows of the four fields that training reads, from a warm page cache. Times
+are the processor's (all threads), so that other work on the machine changes them little.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def codecs() -> dict[str, tuple[list[Any], bool]]:
 def write(folder: Path, arrays: dict[str, NDArray[Any]], name: str) -> tuple[float, float]:
     """Write all arrays with one codec: seconds, and bytes in the folder."""
     compressors, rounded = codecs()[name]
-    start = time.perf_counter()
+    start = time.process_time()
     for field, values in arrays.items():
         chunk, shard = chunk_layout(len(values))
         floats = values.dtype == np.float32
@@ -67,7 +68,7 @@ def write(folder: Path, arrays: dict[str, NDArray[Any]], name: str) -> tuple[flo
         )
         for low in range(0, len(values), shard):
             target[low : low + shard] = values[low : low + shard]
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     return seconds, sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
@@ -79,10 +80,10 @@ def read(folder: Path) -> float:
     starts = np.random.default_rng(0).integers(0, num_rows - window + 1, READS)
     times = []
     for start in starts:
-        begun = time.perf_counter()
+        begun = time.process_time()
         for array in arrays:
             array[int(start) : int(start) + window]
-        times.append(time.perf_counter() - begun)
+        times.append(time.process_time() - begun)
     return float(np.median(times)) * 1e3
 
 

@@ -1,4 +1,27 @@
-"""Writes the Zarr v3 store: cases aside and renamed when whole, the completion mark last."""
+"""Writes the Zarr v3 store: cases aside and renamed when whole, the completion mark last.
+
+Codecs, measured with `launch/bench_codecs.py` on shuffled rows in this layout (a million rows of
+an embedded car; in brackets two million of a torus of quads; processor time of a 2-core machine):
+
+    codec                          size             write      read of 100,000 rows, 4 fields
+    raw + crc32c                   100 % (100 %)    800 MB/s    6 to  8 ms
+    lz4                             96 %  (96 %)    500 MB/s   12 to 15 ms
+    lz4, bytes shuffled             82 %  (79 %)    420 MB/s   17 to 19 ms
+    lz4, bits shuffled              78 %  (74 %)    390 MB/s   17 to 20 ms
+    zstd                            82 %  (80 %)    170 MB/s   18 to 19 ms
+    zstd, bytes shuffled            77 %  (75 %)    195 MB/s   14 to 17 ms
+    zstd, bits shuffled             77 %  (74 %)    230 MB/s   12 to 16 ms
+    12 bits kept, zstd, bits        60 %  (56 %)    225 MB/s   21 ms
+
+Field by field, shuffled float32 rows hardly pack (lz4 with bits shuffled: position 91 %, pressure
+88 %, wall shear 93 %), area vectors (68 %) and row numbers (32 %) do. So what training reads is
+stored raw, the rest as lz4 with bits shuffled, all with crc32c, whose cost drowns in the noise:
+80 bytes a row become 65. Rounding saves 17 points more, but changes the truth that is learnt.
+
+Preparation, measured with `launch/bench_prep.py` (8.2 million quads, warm page cache, the 2 cores
+shared with other work): inline base64 of 612 MB takes 8.5 s of processor time against 5.0 s for
+`pyvista.read` alone, appended raw 6.1 s (4.5 s by the clock on idle cores), peak 1.01 GiB.
+"""
 
 from __future__ import annotations
 
