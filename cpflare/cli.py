@@ -120,11 +120,26 @@ def export(
     out: Annotated[Path, typer.Argument(help="folder of predictions")],
     format: Annotated[str, typer.Option(help="vtp, npz-chunks or zarr")],
     source: Annotated[Path | None, typer.Option(help="folder of the source meshes")] = None,
+    field_map: Annotated[
+        str | None, typer.Option("--map", help="field map of files that do not name theirs")
+    ] = None,
 ) -> None:
     """Write predictions in another format, below OUT."""
     from cpflare.evaluate.export import export_predictions
 
-    print(export_predictions(out, format, source=source))
+    known = None
+    if field_map is not None:
+        from data_prep.fields import load_field_map
+
+        known = load_field_map(field_map)
+    written = export_predictions(
+        out,
+        format,
+        source=source,
+        field_map=known.to_dict() if known else None,
+        association=known.stored_association if known else None,
+    )
+    print(written)
 
 
 @app.command(epilog=_example("cpflare report runs/quickstart --predictions predictions"))

@@ -81,7 +81,6 @@ class EngineConfig:
     memory_limit: int | str | None = None
     recompute: Literal["none", "pointwise"] | int = "none"
     offload: Literal["none", "bf16", "host"] = "none"
-    compile: bool = False
 
 
 @dataclass(frozen=True)
