@@ -1,0 +1,152 @@
+"""Prepares one share of a data set, for many jobs at once; the last to end joins the shares.
+
+python -m launch.prep_share SRC… STORE --share 3/16 --dataset drivaerml
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cpflare.data.store import MARK
+from cpflare.data.store_writer import StoreWriter
+from cpflare.errors import ConfigError
+from cpflare.parallel.runtime import USER_ERROR, run_guarded
+from data_prep.convert import source_size
+from data_prep.fields import load_field_map
+from data_prep.vtp_to_zarr import DEFAULT_DATASET, PrepSummary, find_cases, prepare
+from data_prep.workers import run_tasks
+from launch.arguments import Parser
+
+EXAMPLES = """\
+example:
+  python -m launch.prep_share /data/drivaerml drivaerml.zarr --share 0/2 & \\
+  python -m launch.prep_share /data/drivaerml drivaerml.zarr --share 1/2
+Shares are counted from 0. Each one writes cases into STORE.parts/; the last one moves them into
+STORE and completes it. One that was killed is started again with the same command.
+"""
+
+
+def parser() -> Parser:
+    """The command line: that of `cpflare prep`, and the share."""
+    parser = Parser(
+        prog="python -m launch.prep_share",
+        description="Prepare one of several shares of a data set.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("paths", type=Path, nargs="+", metavar="SRC… STORE")
+    parser.add_argument("--share", required=True, metavar="I/N", help="which share of how many")
+    parser.add_argument("--dataset", help="a shipped field map")
+    parser.add_argument("--map", type=Path, dest="field_map", help="a field map of your own")
+    parser.add_argument("--splits", type=Path, help="JSON of train, val, test")
+    parser.add_argument("--split-seed", type=int, default=0, help="draws splits without a file")
+    parser.add_argument("--workers", type=int, default=1, help="processes, one a file")
+    parser.add_argument("--seed", type=int, default=0, help="draws the order of rows")
+    return parser
+
+
+def prepare_share(
+    sources: Sequence[Path],
+    store: Path,
+    share: int,
+    num_shares: int,
+    *,
+    dataset: str | None,
+    field_map: Path | None,
+    workers: int,
+    seed: int,
+    **splits: Any,
+) -> tuple[dict[str, str], PrepSummary | None]:
+    """Convert every `num_shares`th case; what failed, and the summary of the whole if this is last.
+
+    The store is the one that `prepare` makes of all sources at once, byte for byte, since the order
+    of a case's rows depends on the seed and its name alone.
+
+    Raises: DataError, ConfigError for what concerns all cases: sources, map, splits, the store.
+    """
+    mapping = load_field_map(field_map or dataset or DEFAULT_DATASET)
+    cases = find_cases(sources, mapping)
+    whole = StoreWriter(store, mapping.name, mapping.to_dict(), seed)
+    whole.check()
+    parts = store.with_name(f"{store.name}.parts")
+    part = StoreWriter(parts / f"part_{share}", mapping.name, mapping.to_dict(), seed)
+    part.check()
+    part.begin()
+    there = {**whole.whole_cases(), **part.whole_cases()}
+    todo = {
+        name: path
+        for name, path in list(cases.items())[share::num_shares]
+        if name not in there or there[name]["source_size"] != source_size(path)
+    }
+    failed = {}
+    for name, outcome in run_tasks(part, todo, mapping, workers=max(workers, 1), threads=1):
+        if isinstance(outcome, str):
+            failed[name] = outcome
+    with (parts / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (parts / f"done_{share}").touch()
+        if any(not (parts / f"done_{index}").exists() for index in range(num_shares)):
+            return failed, None
+        _join(parts, whole)
+        summary = prepare(
+            sources,
+            store,
+            dataset=dataset,
+            field_map=field_map,
+            workers=max(workers, 1),
+            seed=seed,
+            **splits,
+        )
+        shutil.rmtree(parts)
+    return failed, summary
+
+
+def _join(parts: Path, whole: StoreWriter) -> None:
+    """Move the cases of all parts into the store."""
+    moved = False
+    for path in sorted(parts.glob("part_*")):
+        part = StoreWriter(path, whole.dataset, whole.field_map, whole.seed)
+        for name in part.whole_cases():
+            if not moved:
+                whole.begin()  # takes the completion mark away
+                moved = True
+            whole.remove_case(name)
+            (path / name).rename(whole.path / name)
+
+
+def main(argv: Sequence[str]) -> None:
+    """One share."""
+    options = parser().parse_args(argv)
+    share, slash, count = options.share.partition("/")
+    if not (slash and share.isdigit() and count.isdigit() and int(share) < int(count)):
+        raise ConfigError(f"--share {options.share} is not I/N with I below N, as in 0/4")
+    if len(options.paths) < 2:
+        raise ConfigError(f"only {options.paths[0]} is given; give SRC… and then STORE")
+    *sources, store = options.paths
+    failed, summary = prepare_share(
+        sources,
+        store,
+        int(share),
+        int(count),
+        dataset=options.dataset,
+        field_map=options.field_map,
+        splits=options.splits,
+        split_seed=options.split_seed,
+        workers=options.workers,
+        seed=options.seed,
+    )
+    for case, reason in (summary.failed if summary is not None else failed).items():
+        print(f"error: case {case} left out: {reason}", file=sys.stderr)
+    if summary is None:
+        print(f"share {options.share} of {store} is done")
+        sys.exit(USER_ERROR if failed else 0)
+    print(f"{store} is complete" if (store / MARK).exists() else f"{store} is not complete")
+    sys.exit(0 if summary.ok else USER_ERROR)
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(lambda: main(sys.argv[1:]), debug="--debug" in sys.argv))
