@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 import zarr
 from harness import run_ranks
 from stores import FIELD_MAP, SMALL, ring_mesh, write_mesh, write_store
@@ -29,6 +30,8 @@ def store(tmp_path_factory):
 
 def guarded_rank(rank, world_size, arguments):
     """A worker's exit status and what it writes on standard error."""
+    if world_size > 1:
+        dist.barrier()  # a rank that fails at once must not be gone before the others have joined
     with contextlib.redirect_stderr(io.StringIO()) as text:
         status = run_guarded(lambda: train_cp.main(arguments))
     return status, text.getvalue()

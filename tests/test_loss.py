@@ -31,6 +31,7 @@ def dense_loss(kind, outputs, targets):
 
 def on_a_rank(rank, world_size, kind, outputs, targets):
     """This rank's value, and its gradient of the outputs of its own tokens."""
+    dist.barrier()  # mse sends nothing: a rank must not be gone before the others have joined
     first, last = shard_bounds(len(outputs), world_size, rank)
     own = outputs[first:last].clone().requires_grad_()
     comm = Communicator(dist.group.WORLD)
