@@ -179,7 +179,7 @@ def test_a_store_that_cannot_be_used_is_named_with_case_and_field(tmp_path, dama
 )
 def test_all_ranks_stop_and_rank_0_says_why(store, tmp_path, monkeypatch, overrides, named):
     arguments = training(tmp_path, store, "train.cases_per_step=null", *overrides)
-    answers = run_ranks(2, guarded_rank, arguments, timeout_s=20)
+    answers = run_ranks(2, guarded_rank, arguments)
     assert [status for status, _ in answers] == [2 if named else 0] * 2
     if named:
         check(error_line(answers[0][1]), named)
@@ -190,7 +190,7 @@ def test_all_ranks_stop_and_rank_0_says_why(store, tmp_path, monkeypatch, overri
 def test_all_ranks_stop_at_a_store_that_cannot_be_used(tmp_path, damage):
     damage(tmp_path / "store")
     arguments = training(tmp_path, tmp_path / "store")
-    answers = run_ranks(2, guarded_rank, arguments, timeout_s=20)
+    answers = run_ranks(2, guarded_rank, arguments)
     assert [status for status, _ in answers] == [2, 2]
     check(error_line(answers[0][1]), DAMAGED[damage])
     assert answers[1][1] == ""
