@@ -1,7 +1,7 @@
 """Reads the Zarr v3 store of prepared cases: rows, attributes, splits and statistics.
 
-A step's window of 100,000 rows and 4 fields of an 8.2-million-row case decodes four or five chunks a
-field and takes 7 ms (median, warm, idle cores; 15 to 22 ms on two cores with six busy processes).
+A step's window of 100,000 rows and 4 fields of an 8.2-million-row case decodes four or five chunks
+a field: 7 ms of processor time, and as much by the clock where a core is free (median, warm).
 What the codecs are, and why: cpflare.data.store_writer.
 """
 
