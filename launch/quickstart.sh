@@ -12,6 +12,7 @@ if [ ! -x "$venv/bin/cpflare" ]; then
     "$venv/bin/pip" install --quiet --constraint constraints.txt --editable .
 fi
 export PATH="$PWD/$venv/bin:$PATH"
+export OMP_NUM_THREADS=1  # a thread a rank; torchrun would say so at length
 start=$SECONDS
 
 torchrun --standalone --nproc_per_node=2 train_cp.py "$@"
