@@ -167,10 +167,14 @@ class Body:
         taper = _tan(shape.rearend_tapering) * _ramp(x - (shape.wheelbase - 0.25), 0.15)
         return 0.5 * shape.vehicle_width - taper
 
-    def tyre_weight(self, x: Array, height: Array) -> Array:
-        """1 on the parts of the tyres that hang below the floor, 0 elsewhere; smooth between."""
+    def tyre_weight(self, points: Array) -> Array:
+        """1 at points [n, 3] on the tyres below the body, 0 elsewhere; smooth between."""
+        x, y, height = points[:, 0], np.abs(points[:, 1]), points[:, 2] - GROUND
         _, floor = self._tilted(x)
-        return _step((floor - 0.03 - height) / 0.012)
+        weight = _step((y - (self.half_width(x) - TYRE_WIDTH)) / 0.03)
+        weight *= _step((floor + 0.04 - height) / 0.025)
+        axles = (0.0, self.shape.wheelbase)
+        return weight * sum(_step((WHEEL_RADIUS - np.abs(x - axle)) / 0.02) for axle in axles)
 
     def _tilted(self, x: Array) -> tuple[Array, Array]:
         """Heights of the upper profile and the floor at x, pitched about the wheelbase's middle."""

@@ -60,17 +60,19 @@ class CarFlow:
         self.loss = UNDERBODY_LOSS / shape.vehicle_ride_height
 
         still = np.zeros(len(panels))
-        stream = np.broadcast_to([1.0, 0.0, 0.0], panels.centre.shape)
+        rest = np.zeros((len(panels), 3))
+        stream = rest + [1.0, 0.0, 0.0]
+        aside = (2.0 * panels.centre[:, 1] / shape.vehicle_width) ** 2
         flows = solve(
             panels,
-            np.stack([stream, np.zeros_like(stream), self._vortices(panels.centre)]),
-            outflow=np.stack([still, base * facing, still]),
+            np.stack([stream, self._vortices(panels.centre), rest, rest]),
+            outflow=np.stack([still, still, base * facing, base * facing * aside]),
             mirrors=(Mirror(1, 0.0), Mirror(2, GROUND)),
         )
         lines = _separation_lines(lattice, base) * panels.area
-        squares = 1.0 - self.base_pressure - np.array([0.0, self.loss])
-        self.bleed, self.circulation = _shed(flows, lines, panels.normal, squares)
-        velocity = np.einsum("k,knc->nc", [1.0, self.bleed, self.circulation], flows)
+        squares = 1.0 - self.base_pressure - np.array([0.0, self.loss, 0.0])
+        self.strengths = _shed(flows, lines, panels.normal, squares)
+        velocity = flows[0] + np.einsum("k,knc->nc", self.strengths, flows[1:])
         self._at_vertices = _to_vertices(lattice, _mirrored(lattice, velocity))
 
     def base_weight(self, points: Array, normals: Array) -> Array:
@@ -78,12 +80,11 @@ class CarFlow:
         x = points[:, 0]
         facing = _step((normals[:, 0] - 0.55) / 0.04)
         rear = _step((x - 0.55 * self.body.shape.wheelbase) / 0.05)
-        return facing * rear * (1.0 - self.body.tyre_weight(x, points[:, 2] - GROUND))
+        return facing * rear * (1.0 - self.body.tyre_weight(points))
 
     def tyre_wake_weight(self, points: Array, normals: Array) -> Array:
         """1 on the lee sides of the tyres."""
-        tyre = self.body.tyre_weight(points[:, 0], points[:, 2] - GROUND)
-        return tyre * _step((normals[:, 0] + 0.45) / 0.08)
+        return self.body.tyre_weight(points) * _step((normals[:, 0] + 0.45) / 0.08)
 
     def _vortices(self, points: Array) -> Array:
         """Velocity [n, 3] at points of unit circulation about the body, with the ground's image."""
@@ -183,25 +184,23 @@ class CarFlow:
         return SurfaceFlow(cp, fluctuation, traction)
 
 
-def _shed(flows: Array, lines: Array, normal: Array, squares: Array) -> tuple[float, float]:
-    """Strengths of outflow and circulation that give both separation lines the wake's speed.
+def _shed(flows: Array, lines: Array, normal: Array, squares: Array) -> Array:
+    """Strengths [k] of the flows [1 + k, n, 3] beyond the stream that give k lines the wake's speed.
 
-    flows [3, n, 3] are those of the stream, of the unit outflow and of the unit circulation; lines
-    [2, n] weigh the panels on the upper and lower separation line. Two linear equations: the mean
-    speed along the surface, downstream, is √(1 − Cp) of the base.
+    lines [k, n] weigh the panels on each separation line. Linear equations: the mean speed along
+    the surface, downstream, is the root of `squares` [k].
     """
     along = np.array([1.0, 0.0, 0.0]) - normal[:, :1] * normal
     along /= np.linalg.norm(along, axis=1)[:, None] + 1e-12
     weights = lines / lines.sum(axis=1, keepdims=True)
     speeds = np.einsum("ln,knc,nc->lk", weights, flows, along, optimize=True)
-    bleed, circulation = np.linalg.solve(speeds[:, 1:], np.sqrt(squares) - speeds[:, 0])
-    return float(bleed), float(circulation)
+    return np.asarray(np.linalg.solve(speeds[:, 1:], np.sqrt(squares) - speeds[:, 0]))
 
 
 def _separation_lines(lattice: Lattice, base: Array) -> Array:
-    """Weights [2, n] of the half's panels where the flow leaves the upper and the lower side.
+    """Weights [3, n] of the half's panels where the flow leaves the top, the bottom and the side.
 
-    Going downstream over the strip and the tail's first row, a panel counts by how much more of the
+    Going downstream over the strip and the tail's outer row, a panel counts by how much more of the
     next one lies in the base; so the weights change smoothly with the shape.
     """
     half_y, half_around = lattice.ny // 2, lattice.around // 2
@@ -209,11 +208,12 @@ def _separation_lines(lattice: Lattice, base: Array) -> Array:
     strip = lattice.nx * half_around
     numbers = np.arange(strip).reshape(lattice.nx, half_around)
     tail = strip + cap_cells + np.arange(cap_cells).reshape(lattice.nz, half_y)
-    weights = np.zeros((2, len(base)))
+    weights = np.zeros((3, len(base)))
     upper = np.concatenate([numbers[:, half_y + lattice.nz :], tail[-1:, ::-1]])
     lower = np.concatenate([numbers[:, :half_y], tail[:1]])
-    for weight, path in zip(weights, (upper, lower), strict=True):
-        beyond = np.concatenate([base[path], np.ones((1, half_y))])
+    side = np.concatenate([numbers[:, half_y : half_y + lattice.nz], tail[:, -1:].T])
+    for weight, path in zip(weights, (upper, lower, side), strict=True):
+        beyond = np.concatenate([base[path], np.ones((1, path.shape[1]))])
         weight[path] = np.maximum(np.diff(beyond, axis=0), 0.0)
     return weights
 
