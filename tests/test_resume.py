@@ -220,7 +220,7 @@ def limit_files(rank):
 def test_a_full_disk_leaves_the_checkpoint_before_in_use(store, whole, killed):
     folder = killed("fp32")
     run = train(store, folder, fault=limit_files, expected=[2, 2])
-    notices = [line for line in run.text.splitlines() if line.startswith("notice:")]
+    notices = [line for line in run.text.splitlines() if line.startswith("[rank 0] notice:")]
     assert "step_00000008 cannot be written" in notices[0]
     assert "step_00000004 stays in use" in notices[0]
     (message,) = run.errors
