@@ -222,14 +222,14 @@ def main() -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except typer.Abort:
+        sys.exit(130)
     except Exception as error:
-        from click.exceptions import Abort, ClickException
-
-        if isinstance(error, Abort):
-            sys.exit(130)
-        if not isinstance(error, ClickException):
+        # What click raises for a wrong command line; typer may bring a click of its own.
+        describe = getattr(error, "format_message", None)
+        if describe is None:
             raise
-        print(f"error: {error.format_message()}; see cpflare --help", file=sys.stderr)
+        print(f"error: {describe()}; see cpflare --help", file=sys.stderr)
         sys.exit(2)
 
 

@@ -198,8 +198,9 @@ def _convert_all(
     """Convert cases and show progress."""
     started, cells, failed = time.monotonic(), 0, 0
     sizes = {name: source_size(path) for name, path in todo.items()}
+    hidden = None if todo else True  # None: shown on a terminal alone
     with tqdm(
-        total=sum(sizes.values()), unit="B", unit_scale=True, desc="prep", disable=not todo
+        total=sum(sizes.values()), unit="B", unit_scale=True, desc="prep", disable=hidden
     ) as bar:
         for name, outcome in _outcomes(writer, todo, field_map, workers):
             if isinstance(outcome, str):

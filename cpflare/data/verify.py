@@ -81,7 +81,7 @@ def inspect_store(path: str | Path, verify: bool = False) -> StoreReport:
     report = StoreReport(store, verify)
     moments: dict[str, dict[str, Moments]] = {}
     checksums: dict[str, dict[str, str]] = {}
-    for name in tqdm(store.cases, desc="verify", unit="case", disable=not verify):
+    for name in tqdm(store.cases, desc="verify", unit="case", disable=None if verify else True):
         try:
             case = store.case(name)
             report.notices[name] = list(case.attrs["notices"])

@@ -15,7 +15,7 @@ import yaml
 from cpflare.config import Config, config_from_dict
 from cpflare.data.normalize import Normalizer
 from cpflare.data.store import Store
-from cpflare.errors import DataError
+from cpflare.errors import ConfigError, DataError
 
 logger = logging.getLogger("cpflare")
 
@@ -54,12 +54,21 @@ def describe_dataset(store: Store, normalizer: Normalizer) -> dict[str, Any]:
 
 
 def write_config(run_dir: Path, config: Config, dataset: Mapping[str, Any]) -> None:
-    """Write RUN_DIR/config.yaml whole or not at all."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    """Write RUN_DIR/config.yaml whole or not at all.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
     content = {**config.to_dict(), "dataset": dict(dataset)}
     aside = run_dir / f".{CONFIG}.partial"
-    aside.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-    aside.replace(run_dir / CONFIG)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        aside.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+        aside.replace(run_dir / CONFIG)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={run_dir} cannot be written ({error.strerror}); name another folder"
+        ) from error
 
 
 def read_run(run_dir: Path) -> RunDescription:
