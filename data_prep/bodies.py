@@ -78,10 +78,10 @@ RANGES: Final[dict[str, Span]] = {
     "vehicle_width": Span(1.80, 2.12),
     "vehicle_height": Span(1.40, 1.60),
     "front_overhang": Span(0.72, 1.00),
-    "front_planview": Span(0.05, 0.45),
+    "front_planview": Span(0.05, 0.60),
     "hood_angle": Span(3.0, 13.0),
     "approach_angle": Span(4.0, 20.0),
-    "windscreen_angle": Span(25.0, 50.0),
+    "windscreen_angle": Span(25.0, 55.0),
     "greenhouse_tapering": Span(6.0, 26.0),
     "decklid_height": Span(0.97, 1.14),
     "rearend_tapering": Span(0.0, 8.0),
@@ -139,7 +139,7 @@ class Body:
             x=np.array([-WHEEL_RADIUS - 0.05, shape.wheelbase + 0.05]),
             slopes=np.array([-_tan(shape.approach_angle), 0.0, _tan(shape.rear_diffusor_angle)]),
             anchor=(0.0, ride),
-            blur=np.array([0.10, 0.16]),
+            blur=np.array([0.10, 0.22]),
         )
 
     def surface(self, cx: Array, cy: Array, cz: Array) -> Array:
@@ -229,7 +229,8 @@ def _upper_profile(shape: Shape, x_nose: float, x_tail: float) -> _Polyline:
     """Hood, windscreen, roof, backlight and decklid, as heights above the ground."""
     height = shape.vehicle_height - 0.01
     nose_height = 0.64
-    cowl_x = 0.30 + 0.06 * (shape.wheelbase - 2.8)
+    # Cab-forward cars have flat screens: the roof begins at about the same place in all.
+    cowl_x = 0.05 + 0.02 * (shape.windscreen_angle - 25.0)
     cowl_height = nose_height + 0.06 + _tan(shape.hood_angle) * (cowl_x - x_nose)
     screen = _tan(shape.windscreen_angle)
     roof_start = cowl_x + (height - cowl_height) / screen

@@ -61,7 +61,7 @@ class CarFlow:
 
         still = np.zeros(len(panels))
         rest = np.zeros((len(panels), 3))
-        stream = rest + [1.0, 0.0, 0.0]
+        stream = np.tile([1.0, 0.0, 0.0], (len(panels), 1))
         aside = (2.0 * panels.centre[:, 1] / shape.vehicle_width) ** 2
         flows = solve(
             panels,
@@ -185,7 +185,7 @@ class CarFlow:
 
 
 def _shed(flows: Array, lines: Array, normal: Array, squares: Array) -> Array:
-    """Strengths [k] of the flows [1 + k, n, 3] beyond the stream that give k lines the wake's speed.
+    """Strengths [k] of the flows [1 + k, n, 3] after the first that give k lines the wake's speed.
 
     lines [k, n] weigh the panels on each separation line. Linear equations: the mean speed along
     the surface, downstream, is the root of `squares` [k].
