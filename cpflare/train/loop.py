@@ -208,6 +208,7 @@ class Trainer:
                 # Before the last checkpoint: a run that has that one lacks nothing.
                 self._write_weights()
         self.save(reporter, last=True)
+        lifeline.place = ""
 
     def _next_step(self) -> str:
         cases = [window.case for window in self.sampler.windows(self.progress.step)]
