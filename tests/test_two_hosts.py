@@ -1,159 +1,79 @@
-"""Two network namespaces joined by a cable act as two hosts; the cable is cut once."""
-
-from __future__ import annotations
+"""Two hosts on one machine: the link's latency and rate are what was asked for."""
 
 import os
 import shutil
-import signal
+import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import runs
-from stores import SMALL, read_metrics, write_store
 
-ROOT = Path(__file__).resolve().parent.parent
-SIZES = {"run_1": 60, "run_2": 57, "run_3": 28, "run_4": 43}
-SPLITS = {"train": ["run_1", "run_2", "run_3"], "val": ["run_4"], "test": []}
-SETTINGS = (*SMALL, "train.eval_every=0", "train.checkpoint_every=0", "data.tokens=40")
-ADDRESSES = ("10.213.77.1", "10.213.77.2")
-SOON_S = 120.0
+from cpflare.errors import TopologyError
+from launch.two_hosts import ADDRESSES, two_hosts
 
+needs_namespaces = pytest.mark.skipif(
+    not sys.platform.startswith("linux")
+    or os.geteuid() != 0
+    or shutil.which("ip") is None
+    or not Path("/dev/net/tun").exists(),
+    reason="network namespaces need root on Linux",
+)
 
-def ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-@pytest.fixture(scope="module")
-def hosts():
-    """Names of two namespaces that reach each other, and nothing else, over one cable."""
-    if shutil.which("ip") is None:
-        pytest.skip("needs iproute2")
-    names = [f"cpflare-{os.getpid()}-{side}" for side in "ab"]
-    made = []
-    try:
-        for name in names:
-            try:
-                ip("netns", "add", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"network namespaces are not permitted ({error.stderr.decode()})")
-            made.append(name)
-        ends = [f"cpf{os.getpid() % 100000}{side}" for side in "ab"]
-        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for name, end, address in zip(names, ends, ADDRESSES, strict=True):
-            ip("link", "set", end, "netns", name)
-            ip("-n", name, "link", "set", end, "name", "cable0")
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable0")
-            ip("-n", name, "link", "set", "cable0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in made:
-            ip("netns", "del", name)
+_RECEIVE = """
+import socket, sys, time
+server = socket.create_server((sys.argv[1], 7008))
+print("ready", flush=True)
+connection, _ = server.accept()
+start, total = time.perf_counter(), 0
+while data := connection.recv(1 << 16):
+    total += len(data)
+print(total * 8 / (time.perf_counter() - start) / 1e6, flush=True)
+"""
+_SEND = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 7008))
+connection.sendall(bytes(6 << 20))
+connection.close()
+"""
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return write_store(tmp_path_factory.mktemp("hosts") / "store", SIZES, SPLITS)
+def _namespaces():
+    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in done.stdout.splitlines()}
 
 
-def launch(hosts, folder, port, overrides):
-    """A torchrun agent on each host, with variables around that a batch system leaves there."""
-    environment = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": "cable0",
-        "OMP_NUM_THREADS": "1",
-        "SLURM_PROCID": "5",
-        "SLURM_LOCALID": "3",
-        "SLURM_NTASKS": "8",
-        "SLURM_NODEID": "1",
-    }
-    agents = []
-    for index, host in enumerate(hosts):
-        command = [
-            *("ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=hosts"),
-            *(f"--rdzv_endpoint={ADDRESSES[0]}:{port}", f"--local_addr={ADDRESSES[index]}"),
-            *(f"--rdzv_conf=is_host={1 - index},read_timeout=15", "train_cp.py", *overrides),
-        ]
-        with (folder / f"log-{index}").open("w") as log:
-            agents.append(
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            )
-    return agents
+@needs_namespaces
+def test_latency_is_that_of_a_message():
+    with two_hosts(latency_ms=5.0) as hosts:
+        trips = hosts.round_trips_ms
+        names = set(hosts.names)
+        assert names <= _namespaces()
+    assert min(trips) >= 2 * 5.0
+    assert statistics.median(trips) < 2 * 5.0 + 5.0  # generous: the machine may be busy
+    assert not names & _namespaces()
 
 
-def end(agents):
-    for agent in agents:
-        if agent.poll() is None:
-            os.killpg(agent.pid, signal.SIGKILL)
-        agent.wait()
+@needs_namespaces
+def test_rate_is_limited():
+    with two_hosts(rate_mbit=100.0) as hosts:
+        assert min(hosts.round_trips_ms) < 5.0
+        receiver = subprocess.Popen(
+            hosts.command(1, [sys.executable, "-c", _RECEIVE, ADDRESSES[1]]),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "ready\n"
+        sender = hosts.command(0, [sys.executable, "-c", _SEND, ADDRESSES[1]])
+        subprocess.run(sender, check=True, timeout=60)
+        rate = float(receiver.communicate(timeout=60)[0])
+    assert 20 < rate < 110
 
 
-def texts(folder):
-    return [(folder / f"log-{index}").read_text() for index in range(2)]
-
-
-def test_two_hosts_train_as_two_ranks_of_one(hosts, store, tmp_path):
-    overrides = [f"data.store={store.path}", *SETTINGS, "train.steps=6"]
-    agents = launch(hosts, tmp_path, 29411, [*overrides, f"run.dir={tmp_path / 'run'}"])
-    try:
-        assert [agent.wait(SOON_S) for agent in agents] == [0, 0], texts(tmp_path)
-    finally:
-        end(agents)
-    alone = runs.start(2, [*overrides, f"run.dir={tmp_path / 'alone'}"], tmp_path / "alone.log")
-    assert alone.wait(SOON_S) == [0, 0]
-    own, other = (
-        [event["loss"] for event in read_metrics(tmp_path / name)] for name in ("run", "alone")
-    )
-    assert own == other
-
-
-def test_both_sides_of_a_cut_cable_end_and_say_why(hosts, store, tmp_path):
-    timeout_s = 10.0
-    overrides = [f"data.store={store.path}", *SETTINGS, f"parallel.timeout_s={timeout_s}"]
-    run_dir = tmp_path / "run"
-    steps = "train.steps=100000"
-    agents = launch(hosts, tmp_path, 29412, [*overrides, steps, f"run.dir={run_dir}"])
-    try:
-        deadline = time.monotonic() + SOON_S
-        metrics = run_dir / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count("\n") < 5:
-            assert time.monotonic() < deadline, texts(tmp_path)
-            time.sleep(0.1)
-        workers = [child for agent in agents for child in runs.children_of(agent.pid)]
-        assert len(workers) == 2
-        ip("-n", hosts[1], "link", "set", "cable0", "down")
-        since = time.monotonic()
-        while any(os.path.exists(f"/proc/{pid}") and not zombie(pid) for pid in workers):
-            assert time.monotonic() - since < timeout_s, texts(tmp_path)
-            time.sleep(0.1)
-        # The other agent waits for the rendezvous on the far side as long as its kernel does, a
-        # quarter of an hour; in a batch script `srun --wait` ends it.
-        assert agents[0].wait(SOON_S) != 0
-    finally:
-        end(agents)
-    lines = [
-        [line for line in text.splitlines() if line.startswith("error:")]
-        for text in texts(tmp_path)
-    ]
-    # Either may be rank 0; each names the one that it cannot hear any more.
-    assert all(len(each) == 1 for each in lines), texts(tmp_path)
-    assert {message.split("]")[0] for (message,) in lines} == {"error: [rank 0", "error: [rank 1"}
-    assert all("step " in message and "no sign of life" in message for (message,) in lines)
-
-
-def zombie(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+def test_what_cannot_be_made_is_one_line(monkeypatch):
+    with pytest.raises(TopologyError, match="must not be < 0"), two_hosts(latency_ms=-1.0):
+        pass
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(TopologyError, match="use --network emulated"), two_hosts():
+        pass
