@@ -184,6 +184,30 @@ def predict(context: typer.Context) -> None:
     _launch("launch.predict_cp", arguments, num_ranks)
 
 
+@app.command(**_PASS_ON)
+def scaling(context: typer.Context) -> None:
+    """Measure strong scaling: cpflare scaling --models flare,flarepp --ranks 1,2 --out OUT"""
+    from launch import scaling
+
+    _run(scaling, context.args)
+
+
+@app.command(**_PASS_ON)
+def plan(context: typer.Context) -> None:
+    """Predict memory and step time: cpflare plan --cells 8.6e6 --ranks 4 --device h100"""
+    from launch import plan
+
+    _run(plan, context.args)
+
+
+def _run(module: Any, arguments: Sequence[str]) -> None:
+    """Run a tool that has a command line of its own, and answer --help with it."""
+    if "--help" in arguments or "-h" in arguments:
+        module.parser().print_help()
+        raise typer.Exit(0)
+    module.main(list(arguments))
+
+
 def _ranks_of(arguments: Sequence[str], parser: Any) -> tuple[int, list[str]]:
     """Take --nproc R out of a launcher's arguments, and answer --help with the launcher's own."""
     from launch.arguments import Parser
