@@ -25,6 +25,9 @@ _NUMBER, _PIECE = re.compile(rb"\S+"), 1 << 22
 _ATTRIBUTE = re.compile(rb"""([\w:.-]+)\s*=\s*("[^"]*"|'[^']*')""")
 
 
+_MOST_PER_BYTE = 64  # points or cells for each byte of a file, whatever compresses it
+
+
 @dataclass
 class XmlArray:
     """One DataArray element: what its tag says, and where its text stands in the file."""
@@ -188,9 +191,15 @@ def _scan(path: Path, data: mmap.mmap) -> XmlFile:
                 stop,
                 stop,
             )
+            if last.components < 1:
+                raise DataError(f"{path}: array {last.name} has no components; it is damaged")
             found.arrays.append(last)
     if found is None:
         raise DataError(f"{path} is no VTK XML file: it has no VTKFile element")
+    for key, count in ((k, n) for piece in found.pieces for k, n in piece.items()):
+        # VTK takes memory by these counts, and ends the process where there is not enough.
+        if count > _MOST_PER_BYTE * len(data):
+            raise DataError(f"{path} of {len(data)} bytes says {key}={count}; the file is damaged")
     return found
 
 

@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import re
+import textwrap
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,21 @@ __all__ = [
 
 SCHEMA = 1  # raise it when a store of the old kind can no longer be read
 MARK = "cpflare.json"  # written last: a store without it is incomplete
+_MARK_PARTS = {
+    "dataset": str,
+    "seed": int,
+    "identity": str,
+    "splits": dict,
+    "statistics": dict,
+    "statistics_hash": str,
+    "quarantined": dict,
+    "field_map": dict,
+    "cases": dict,
+}
+_MOST_CHUNK_ROWS = 2**22
+# Where metadata and files are compared: arrays below this size are not worth it, and no codec of
+# ours packs better than this.
+_UNCHECKED_BYTES, _BEST_PACKING = 2**26, 1000
 AGAIN = "run `cpflare prep … STORE` again"
 
 Array = NDArray[Any]
@@ -59,6 +75,31 @@ def store_identity(cases: Iterable[tuple[str, int, Mapping[str, str]]]) -> str:
     """SHA-256 over names, rows and checksums of the arrays, in the order given."""
     entries = [[name, rows, dict(sums)] for name, rows, sums in cases]
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def _is_plain_name(name: str) -> bool:
+    """Whether a name that a file gives stands for something in its folder, and nowhere else."""
+    return bool(name) and Path(name).name == name and not name.startswith(".") and "\0" not in name
+
+
+def _wrong_part(mark: Mapping[str, Any]) -> str | None:
+    """What in a completion mark is not as `StoreWriter.finish` writes it."""
+    for key, kind in _MARK_PARTS.items():
+        if not isinstance(mark.get(key), kind):
+            return f"{key} is missing or of another kind"
+    for name, entry in mark["cases"].items():
+        if not _is_plain_name(name):
+            return f"{textwrap.shorten(repr(name), 80)} is no name of a case"
+        rows = entry.get("rows") if isinstance(entry, dict) else None
+        if type(rows) is not int or rows < 0:
+            return f"the rows of case {name} are {textwrap.shorten(str(rows), 80)}"
+    for split, names in mark["splits"].items():
+        if not isinstance(names, list):
+            return f"split {split} is no list"
+        for name in names:
+            if not isinstance(name, str) or name not in mark["cases"]:
+                return f"split {split} has {textwrap.shorten(repr(name), 80)}, which is no case"
+    return None
 
 
 class Store:
@@ -90,13 +131,17 @@ class Store:
                 f"store={path} is incomplete: it has no {MARK}, so its preparation did not end; "
                 + AGAIN
             ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # no JSON, or no text
             raise DataError(f"store={path}: {MARK} is damaged ({error}); {AGAIN}") from None
-        if mark.get("schema") != SCHEMA:
+        schema = mark.get("schema") if isinstance(mark, dict) else None
+        if schema != SCHEMA:
             raise DataError(
-                f"store={path} has schema {mark.get('schema')}, this version reads {SCHEMA}; "
-                "run `cpflare prep … STORE --overwrite`"
+                f"store={path} has schema {textwrap.shorten(str(schema), 80)}, this version reads "
+                f"{SCHEMA}; run `cpflare prep … STORE --overwrite`"
             )
+        wrong = _wrong_part(mark)
+        if wrong is not None:
+            raise DataError(f"store={path}: {MARK} is damaged ({wrong}); {AGAIN}")
         for name in mark["cases"]:
             if not (path / name / "zarr.json").is_file():
                 raise DataError(f"store={path}: case {name} is missing from it; {AGAIN}")
@@ -138,7 +183,12 @@ class Store:
     @cached_property
     def statistics(self) -> Statistics:
         """Statistics over the training split."""
-        statistics = Statistics.from_dict(self._mark["statistics"])
+        try:
+            statistics = Statistics.from_dict(self._mark["statistics"])
+        except (KeyError, ValueError, TypeError, OverflowError) as error:
+            raise DataError(
+                f"store={self.path}: the statistics in {MARK} are damaged ({error}); {AGAIN}"
+            ) from error
         if statistics.hash != self._mark["statistics_hash"]:
             raise DataError(
                 f"store={self.path}: the statistics in {MARK} do not fit their hash; {AGAIN}"
@@ -162,7 +212,13 @@ class Store:
                 hint = f"; it was quarantined: {self.quarantined[name]}"
             raise DataError(f"case={name} is not in store={self.path}{hint}")
         if name not in self._cases:
-            self._cases[name] = Case.open(self.path, name, self._storage)
+            case = Case.open(self.path, name, self._storage)
+            if case.num_rows != self.rows[name]:
+                raise DataError(
+                    f"case {name} of store={self.path} has {case.num_rows} rows, {MARK} says "
+                    f"{self.rows[name]}; delete {self.path / name} and {AGAIN}"
+                )
+            self._cases[name] = case
         return self._cases[name]
 
 
@@ -197,17 +253,15 @@ class Case:
         try:
             group = zarr.open_group(storage, path=name, mode="r", zarr_format=3)
             attrs: dict[str, Any] = dict(group.attrs)
-            return cls(
-                name,
-                int(attrs.pop("num_rows")),
-                str(attrs.pop("association")),
-                tuple(attrs.pop("fields")),
-                np.array(attrs.pop("offset"), np.float64),
-                attrs,
-                group,
-                store / name,
-            )
-        except (FileNotFoundError, KeyError, ValueError, TypeError) as error:
+            fields = tuple(attrs.pop("fields"))
+            offset = np.array(attrs.pop("offset"), np.float64)
+            if not all(isinstance(f, str) and _is_plain_name(f) for f in fields):
+                raise ValueError(f"fields {textwrap.shorten(str(fields), 80)}")
+            if offset.shape != (3,) or not np.isfinite(offset).all():
+                raise ValueError(f"offset of shape {offset.shape}")
+            num_rows, association = int(attrs.pop("num_rows")), str(attrs.pop("association"))
+            return cls(name, num_rows, association, fields, offset, attrs, group, store / name)
+        except Exception as error:  # zarr raises many kinds for what it cannot read
             raise DataError(
                 f"case {name} of store={store} cannot be opened ({error}); delete {store / name} "
                 f"and {AGAIN}"
@@ -254,10 +308,31 @@ class Case:
         with self._lock:
             if name not in self._arrays:
                 try:
-                    self._arrays[name] = self._group[name]
-                except (KeyError, ValueError, TypeError) as error:
+                    array = self._group[name]
+                    self._require_fitting(name, array)
+                except DataError:
+                    raise
+                except Exception as error:  # zarr raises many kinds for what it cannot read
                     raise self._damage(name, f"its metadata cannot be read ({error})") from error
+                self._arrays[name] = array
             return self._arrays[name]
+
+    def _require_fitting(self, name: str, array: Any) -> None:
+        """Compare what an array's metadata says with its files, before memory is taken for it."""
+        chunk, shard = array.chunks[0], (array.shards or array.chunks)[0]
+        if array.shape[0] != self.num_rows or not 0 < chunk <= min(shard, _MOST_CHUNK_ROWS):
+            raise self._damage(
+                name,
+                f"its metadata says {array.shape[0]} rows in chunks of {chunk}, the case has "
+                f"{self.num_rows} rows",
+            )
+        folder = self._where / name
+        held = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+        size = int(np.prod([int(n) for n in array.shape], dtype=object)) * array.dtype.itemsize
+        if size > _UNCHECKED_BYTES + _BEST_PACKING * held:
+            raise self._damage(
+                name, f"its metadata says {size} bytes, but its files hold {held} bytes only"
+            )
 
     def _read(self, name: str, start: int, stop: int) -> Array:
         array = self._array(name)

@@ -9,7 +9,9 @@ import logging
 import os
 import re
 import shutil
+import textwrap
 import threading
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ logger = logging.getLogger("cpflare")
 
 _STATE, _MODEL, _OPTIMIZER = "state.json", "model.safetensors", "optimizer.pt"
 _LATEST = "latest"
+_LONGEST_STATE = 2**26
 _WANT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAME = re.compile(r"step_(\d{8,})")
 
@@ -201,10 +204,14 @@ def load_checkpoint(
     """
     state = _verify(path)
     try:
+        _require_plain_zip(path / _OPTIMIZER)
         weights = load_file(path / _MODEL, device=str(device))
         optimizer = torch.load(path / _OPTIMIZER, map_location=device, weights_only=True)
     except Exception as error:  # the two libraries raise many kinds for a file they cannot read
-        raise DataError(f"checkpoint {path} cannot be read ({error}); delete it") from error
+        line = textwrap.shorten(str(error), 200)
+        raise DataError(f"checkpoint {path} cannot be read ({line}); delete it") from error
+    if not isinstance(optimizer, dict):
+        raise DataError(f"checkpoint {path}: {_OPTIMIZER} is none of this program's; delete it")
     return weights, optimizer, state
 
 
@@ -262,15 +269,30 @@ def _complete(directory: Path) -> list[Path]:
 
 
 def _verify(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint whose files are whole."""
     try:
+        if (path / _STATE).stat().st_size > _LONGEST_STATE:
+            raise ValueError(f"{_STATE} is longer than {_LONGEST_STATE} bytes")
         state: dict[str, Any] = json.loads((path / _STATE).read_text())
         checksums = dict(state["checksums"])
         damaged = [n for n in (_MODEL, _OPTIMIZER) if _checksum(path / n) != checksums[n]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"checkpoint {path} is damaged ({error}); delete it") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        line = " ".join(str(error).split())
+        raise DataError(f"checkpoint {path} is damaged ({line}); delete it") from error
     if damaged:
         raise DataError(f"checkpoint {path}: {damaged[0]} is damaged (its checksum differs)")
     return state
+
+
+def _require_plain_zip(path: Path) -> None:
+    """Raise ValueError unless a file of torch holds its tensors as they are.
+
+    Compressed ones, and torch's older formats, would take memory by what their headers say.
+    """
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > entry.compress_size:
+                raise ValueError(f"{entry.filename} in {path.name} is compressed")
 
 
 def _checksum(path: Path) -> str:

@@ -36,6 +36,13 @@ class Progress:
     best_step: int | None = None
     best_is_sub: bool = False  # whether the best was measured on a subsample
 
+    def __post_init__(self) -> None:
+        whole = [self.step, self.evaluated, *([] if self.best_step is None else [self.best_step])]
+        if not all(type(value) is int and value >= 0 for value in whole):
+            raise TypeError(f"steps {whole} are not whole numbers")
+        if self.best is not None and type(self.best) not in (int, float):
+            raise TypeError(f"the best score {self.best!r} is no number")
+
     def improve(self, score: float, is_sub: bool) -> bool:
         """Whether a score is the best so far. Subsamples and whole surfaces are not compared."""
         comparable = self.best is None or is_sub == self.best_is_sub
