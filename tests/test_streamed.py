@@ -153,12 +153,12 @@ def train_on_ranks(rank, world_size, variant, sizes, executor, chunk, inputs, ta
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-@pytest.mark.parametrize("sizes", [[23], [4, 19], [12, 0, 11]], ids=str)
+@pytest.mark.parametrize("sizes", [[11], [2, 9], [6, 0, 5]], ids=str)
 @pytest.mark.parametrize("variant", ["flare-rmsnorm", "flarepp-layernorm-gated-shared"])
 def test_twenty_steps_take_the_same_way(variant, sizes, chunk):
-    inputs, targets = draw(23)
+    inputs, targets = draw(11)
     variant = VARIANTS[variant]
-    losses, weights = train_on_ranks(0, 1, variant, [23], None, None, inputs, targets)
+    losses, weights = train_on_ranks(0, 1, variant, [11], None, None, inputs, targets)
     assert losses[-1] < 0.9 * losses[0]
     arguments = variant, sizes, StreamedExecutor(), chunk, inputs, targets
     for found_losses, found_weights in run_ranks(len(sizes), train_on_ranks, *arguments):
