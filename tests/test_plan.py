@@ -205,6 +205,7 @@ def test_a_calibration_predicts_what_it_has_not_seen():
         kernel_s=1e-5,
         contention_s=5e-11,
         memory_scale=1.2,
+        chunk_scale=1.5,
         memory_base=7e7,
     )
     link = dataclasses.replace(LINKS["loopback"], hop_s=0.0)

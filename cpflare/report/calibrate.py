@@ -75,10 +75,11 @@ def calibrate(
     names = sorted({name for row in rows for name in row})
     matrix = np.array([[row.get(name, 0.0) for name in names] for row in rows])
     times = np.array([float(np.median(step_seconds(record))) for record in records])
-    fitted = dict(zip(names, _non_negative(matrix / times[:, None]), strict=True))
+    found = _non_negative(matrix / times[:, None])
+    fitted = {name: float(rate) for name, rate in zip(names, found, strict=True)}
     counted = np.array([_counted_bytes(record, device) for record in records])
     held = np.array([float(peak_bytes(record)) for record in records])
-    base, scale = _non_negative(np.stack([np.ones_like(counted), counted], axis=1) / held[:, None])
+    base, scale, chunk_scale = _non_negative(counted / held[:, None])
     table = table_rates(device, precision)
     rates = Rates(
         matmul_s=fitted["matmul"],
@@ -88,6 +89,7 @@ def calibrate(
         step_s=fitted["steps"],
         contention_s=fitted.get("contention", table.contention_s),
         memory_scale=float(scale),
+        chunk_scale=float(chunk_scale),
         memory_base=float(base),
     )
     default = LINKS["loopback"] if device.shared_memory else device.link
@@ -130,13 +132,16 @@ def _features(record: Mapping[str, Any], device: Device) -> dict[str, float]:
     return features
 
 
-def _counted_bytes(record: Mapping[str, Any], device: Device) -> float:
+def _counted_bytes(record: Mapping[str, Any], device: Device) -> list[float]:
+    """What memory is a multiple of: 1, the bytes of all tokens and weights, those of a chunk."""
     point = Point.from_dict(record["point"])
     config = point.config()
     costs = count_costs(config)
     tokens = -(-point.tokens // point.ranks)
     chunk = default_chunk(config, tokens, on_cpu=device.shared_memory)
-    return costs.at(tokens, chunk).live_bytes + 4 * costs.parameter_bytes
+    working = costs.working_bytes(tokens, chunk)
+    kept = costs.at(tokens, chunk).live_bytes - working + 4 * costs.parameter_bytes
+    return [1.0, kept, working]
 
 
 def _non_negative(scaled: np.ndarray) -> np.ndarray:

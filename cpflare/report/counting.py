@@ -92,6 +92,10 @@ class Costs:
     encoders: int
     statistics_bytes: int
 
+    def working_bytes(self, tokens: int, chunk: int) -> float:
+        """The part of `live_bytes` that goes with the chunk and not with the tokens."""
+        return max(self.per_chunk_token.live_bytes, 0.0) * max(min(chunk, tokens), 1)
+
     def at(self, tokens: int, chunk: int) -> Counts:
         """The counts for a rank's tokens in chunks of at most `chunk`."""
         chunk = max(min(chunk, tokens), 1)

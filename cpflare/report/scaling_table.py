@@ -51,7 +51,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.compute_s:.3f}",
         f"{row.comm_s:.3f}",
         _share(row.time_efficiency),
-        _share(row.paired_time_efficiency),
+        _share(row.paired_time_efficiency, without="–"),
         f"{row.peak_bytes / 2**20:,.0f}",
         _share(row.memory_efficiency),
         str(row.messages),
@@ -87,8 +87,8 @@ def reading_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]] | No
     return (header, cells) if cells else None
 
 
-def _share(value: float | None) -> str:
-    return "no single rank" if value is None else f"{value:.3f}"
+def _share(value: float | None, without: str = "no single rank") -> str:
+    return without if value is None else f"{value:.3f}"
 
 
 def to_markdown(study: Study) -> str:
