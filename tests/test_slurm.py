@@ -219,3 +219,15 @@ def test_an_array_prepares_the_store_that_one_process_prepares(cluster, tmp_path
     assert own.splits == other.splits
     assert logs.count("is complete") == 1
     assert not (tmp_path / "store.parts").exists()
+
+
+def test_a_scaling_job_measures_each_number_of_ranks(cluster, tmp_path):
+    log, out = tmp_path / "job.log", tmp_path / "points"
+    job = cluster.submit(
+        *("--nodes=2", "--partition=low", f"--output={log}", "slurm/scaling_cp.sbatch", str(out)),
+        *("--tokens", "500", "--steps", "1", "--warmup", "0"),
+        *("model.channels=16", "model.heads=2", "model.blocks=1", "model.latents=4"),
+    )
+    shown = cluster.wait(job, {"COMPLETED", "FAILED"})
+    assert shown["JobState"] == "COMPLETED", log.read_text()
+    assert sorted(path.name for path in out.iterdir()) == ["ranks_1.json", "ranks_2.json"]
