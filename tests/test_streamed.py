@@ -221,10 +221,11 @@ def test_keeping_every_kth_block_input_is_exact_and_holds_fewer(keep_every, monk
     held.clear()
     error, name = worst(run(model, inputs, targets, targets.numel())[0], expected)
     assert error < EXACT, name
-    kept = -(-blocks // keep_every) + 1
-    # Beside the kept ones, those between two of them while they are recomputed.
-    assert max(held) <= min(kept + keep_every, blocks + 1)
-    assert keep_every == 1 or max(held) < blocks + 1 or keep_every > blocks
+    kept = -(-blocks // keep_every)
+    # Beside the kept ones: forward the input and output of the block at hand, backward all between
+    # two kept ones.
+    forward, backward = min(kept + 2, blocks + 1), min(kept + keep_every - 1, blocks)
+    assert max(held) == max(forward, backward)
 
 
 def count_on_ranks(rank, world_size, variant, engine, inputs, targets, sizes):
