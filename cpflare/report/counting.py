@@ -1,8 +1,8 @@
 """Counts what a training step of a configuration does, by running it on a few tokens.
 
-Every cost of a step is linear in the rank's tokens n and in the tokens c of a chunk, so three small
-probes of the real model give the coefficients: nothing here knows a mixer's formulas, and what the
-model does after a change is what is counted.
+Every cost of a step is linear in the tokens of a rank, in the chunks and in the tokens of a chunk,
+so four small probes of the real model give the coefficients: nothing here knows a mixer's formulas,
+and what the model does after a change is what is counted.
 """
 
 from __future__ import annotations
@@ -76,15 +76,16 @@ class Counts:
 
 @dataclass(frozen=True)
 class Costs:
-    """Coefficients of `Counts` = fixed + per_token · n + per_chunk_token · c, and what is fixed.
+    """Coefficients of `Counts` = fixed + per_token · n + per_chunk · ceil(n / c) + chunk_token · c.
 
-    `kernels` alone are counted once a chunk: fixed + per_chunk · ceil(n / c).
+    A chunk costs its kernels and the reading of the weights; a chunk's tokens are what is held
+    while it is worked on.
     """
 
     fixed: Counts
     per_token: Counts
-    per_chunk_token: Counts
-    kernels_per_chunk: float
+    per_chunk: Counts
+    chunk_token: Counts
     parameters: int
     parameter_bytes: int
     state_values: int  # HMD
@@ -94,25 +95,26 @@ class Costs:
 
     def working_bytes(self, tokens: int, chunk: int) -> float:
         """The part of `live_bytes` that goes with the chunk and not with the tokens."""
-        return max(self.per_chunk_token.live_bytes, 0.0) * max(min(chunk, tokens), 1)
+        return max(self.chunk_token.live_bytes, 0.0) * max(min(chunk, tokens), 1)
 
     def at(self, tokens: int, chunk: int) -> Counts:
         """The counts for a rank's tokens in chunks of at most `chunk`."""
         chunk = max(min(chunk, tokens), 1)
-        values = {
-            item.name: getattr(self.fixed, item.name)
-            + getattr(self.per_token, item.name) * tokens
-            + getattr(self.per_chunk_token, item.name) * chunk
-            for item in fields(Counts)
-        }
-        values["kernels"] = self.fixed.kernels + self.kernels_per_chunk * -(-tokens // chunk)
-        return Counts(**values)
+        weights = (1, tokens, -(-tokens // chunk), chunk)
+        parts = (self.fixed, self.per_token, self.per_chunk, self.chunk_token)
+        return Counts(
+            **{
+                item.name: sum(
+                    getattr(part, item.name) * weight
+                    for part, weight in zip(parts, weights, strict=True)
+                )
+                for item in fields(Counts)
+            }
+        )
 
 
 _PROBE = 256
 """Tokens of the smallest probe."""
-
-_KERNELS = [item.name for item in fields(Counts)].index("kernels")
 
 
 class Counter(TorchDispatchMode):
@@ -186,21 +188,20 @@ def _key(config: Config) -> dict[str, Any]:
 def _count(key: str) -> Costs:
     config = config_from_dict(ast.literal_eval(key))
     # Below the CPU kernels' slice of tokens, so that a chunk is one slice, as on a GPU.
-    probes = [(_PROBE, _PROBE), (2 * _PROBE, _PROBE), (2 * _PROBE, 2 * _PROBE)]
-    counts = [np.array(_values(probe_counts(config, n, c))) for n, c in probes]
-    small, longer, wider = counts
-    per_chunk = (wider - longer) / _PROBE
-    per_token = (longer - small) / _PROBE
-    fixed = small - _PROBE * (per_token + per_chunk)
-    kernels = float(longer[_KERNELS] - small[_KERNELS])  # one chunk more
+    probes = [(n * _PROBE, c * _PROBE) for n, c in ((1, 1), (2, 1), (2, 2), (4, 2))]
+    counts = np.array([_values(probe_counts(config, n, c)) for n, c in probes])
+    variables = np.array([(1, n, -(-n // c), c) for n, c in probes], dtype=float)
+    fixed, per_token, per_chunk, chunk_token = (
+        Counts(*(float(value) for value in row)) for row in np.linalg.solve(variables, counts)
+    )
     model = build_model(config)
     parameters = list(model.parameters())
     settings = config.model
     return Costs(
-        fixed=_counts(fixed, kernels=float(small[_KERNELS] - kernels)),
-        per_token=_counts(per_token),
-        per_chunk_token=_counts(per_chunk),
-        kernels_per_chunk=kernels,
+        fixed=fixed,
+        per_token=per_token,
+        per_chunk=per_chunk,
+        chunk_token=chunk_token,
         parameters=sum(p.numel() for p in parameters),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         state_values=settings.latents * settings.channels,
@@ -239,8 +240,3 @@ def probe_counts(config: Config, tokens: int, chunk: int) -> Counts:
 
 def _values(counts: Counts) -> list[float]:
     return [float(getattr(counts, item.name)) for item in fields(Counts)]
-
-
-def _counts(values: np.ndarray, kernels: float = 0.0) -> Counts:
-    named = {item.name: float(value) for item, value in zip(fields(Counts), values, strict=True)}
-    return Counts(**{**named, "kernels": kernels})
