@@ -17,6 +17,7 @@ from cpflare.evaluate.job import Mesh, Predictor
 from cpflare.evaluate.predict import Inference, load_weights
 from cpflare.log import set_up_logging
 from cpflare.models import build_model
+from cpflare.parallel.lifeline import stop_on_signals
 from cpflare.parallel.runtime import agreed, run_guarded, same_on_all
 from cpflare.parallel.topology import build_topology, environment_ranks, start_ranks
 from cpflare.train.run_dir import WEIGHTS, RunDescription, read_run
@@ -78,12 +79,13 @@ def main(argv: Sequence[str]) -> None:
         store, cases = (None, ()) if options.mesh else _store_and_cases(options, run)
         if rank == 0:
             options.out.mkdir(parents=True, exist_ok=True)
-    if store is not None:
-        written = predictor.predict_cases(store, cases, options.source)
-    else:
-        written = predictor.predict_meshes(
-            options.mesh, _mesh_reader(run), ref_area=options.ref_area, speed=options.speed
-        )
+    with stop_on_signals(topology.lifeline):
+        if store is not None:
+            written = predictor.predict_cases(store, cases, options.source)
+        else:
+            written = predictor.predict_meshes(
+                options.mesh, _mesh_reader(run), ref_area=options.ref_area, speed=options.speed
+            )
     for path in written:
         print(path)
 

@@ -5,6 +5,7 @@ The ranks are forked from a server that has imported everything, so that a run s
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -75,8 +76,10 @@ def start(
     log: Path,
     fault: Callable[[int], None] | None = None,
     environment: dict[str, str] | None = None,
+    module: str = "launch.train_cp",
 ) -> Run:
-    """Start `train_cp.py arguments` on some ranks; `fault(rank)` first breaks what it likes."""
+    """Start `train_cp.py arguments` (or another launcher's module) on some ranks; `fault(rank)`
+    first breaks what it likes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {
         "WORLD_SIZE": str(world_size),
@@ -91,7 +94,9 @@ def start(
     for rank in range(world_size):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
         process = _context.Process(
-            target=_run, args=(rank, list(arguments), log, variables | ranks, fault), daemon=True
+            target=_run,
+            args=(rank, module, list(arguments), log, variables | ranks, fault),
+            daemon=True,
         )
         process.start()
         processes.append(process)
@@ -100,6 +105,7 @@ def start(
 
 def _run(
     rank: int,
+    module: str,
     arguments: list[str],
     log: Path,
     environment: dict[str, str],
@@ -114,8 +120,8 @@ def _run(
     import torch
 
     from cpflare.parallel.runtime import run_guarded
-    from launch.train_cp import main
 
+    main = importlib.import_module(module).main
     torch.set_num_threads(1)
     if fault is not None:
         fault(rank)

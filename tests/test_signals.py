@@ -11,7 +11,7 @@ import time
 import pytest
 import runs
 import torch
-from stores import SMALL, read_metrics, read_weights, write_store
+from stores import ATTRS, SMALL, read_metrics, read_weights, write_store
 
 from cpflare.parallel.runtime import STOPPED
 from cpflare.train.checkpoint import find_checkpoint
@@ -36,7 +36,9 @@ SOON_S = 60.0
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    return write_store(tmp_path_factory.mktemp("signals") / "store", SIZES, SPLITS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ATTRS, "source", "gone.vtp")  # predictions are then written as NPZ
+        return write_store(tmp_path_factory.mktemp("signals") / "store", SIZES, SPLITS)
 
 
 def overrides_of(store, run_dir, *more):
@@ -161,6 +163,28 @@ def test_a_signal_before_the_first_step_ends_the_run_there(store, tmp_path):
     )
     assert run.wait(SOON_S) == [STOPPED, STOPPED], run.text
     assert "after step 0 of" in run.text
+
+
+def slow_down_predictions(rank):
+    from cpflare.evaluate import job
+
+    predict = job.predict_shard
+    job.predict_shard = lambda *arguments: (time.sleep(0.5), predict(*arguments))[1]
+
+
+def test_a_prediction_stops_between_cases(whole, tmp_path):
+    cases = "run_1,run_2,run_3,run_4,run_5,run_6"
+    command = [str(whole), "--cases", cases, "--out", str(tmp_path / "out")]
+    run = runs.start(
+        2, command, tmp_path / "log", slow_down_predictions, module="launch.predict_cp"
+    )
+    run.wait_for(lambda: (tmp_path / "out" / "run_1.npz").exists())
+    run.signal(signal.SIGTERM, [1])
+    assert run.wait(SOON_S) == [STOPPED, STOPPED], run.text
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == [f"run_{n}.npz" for n in range(1, len(written) + 1)]
+    assert len(written) < 6
+    assert f"stopped on SIGTERM before case run_{len(written) + 1}" in run.text
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ from cpflare.evaluate.predict import (
 from cpflare.log import show_progress
 from cpflare.models import Backbone
 from cpflare.parallel.partition import shard_bounds
+from cpflare.parallel.runtime import Stopped
 from cpflare.parallel.topology import Topology
 from cpflare.precision import weight_dtype
 
@@ -70,6 +71,9 @@ class Predictor:
         notice where the mesh is gone.
 
         Communication: the model's reductions, and gathers of the predicted fields to rank 0.
+
+        Raises:
+            Stopped: a signal asked for it; the files of the cases before are whole.
         """
         reader = ShardReader(
             store,
@@ -191,8 +195,17 @@ class Predictor:
         sums = integrate({**mesh.fields, **fields}, shear_sign=sign, centre=reference.centre)
         return coefficients(sums, reference)
 
-    def _progress(self, items: Sequence[Any]) -> Any:
-        return tqdm(items, disable=not show_progress(self.topology.rank), unit="case")
+    def _progress(self, items: Sequence[Any]) -> Iterator[Any]:
+        """The items one after another; before each of them a signal may stop all ranks."""
+        lifeline = self.topology.lifeline
+        for item in tqdm(items, disable=not show_progress(self.topology.rank), unit="case"):
+            why = lifeline.safe_point()
+            if why is not None:
+                if self.topology.rank == 0:
+                    logger.info("stopped on %s before case %s", why, item)
+                raise Stopped(why)
+            lifeline.place = f"case {item}"
+            yield item
 
 
 def _source_mesh(case: Case, source: Path | None) -> Path | str:
