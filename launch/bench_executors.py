@@ -48,18 +48,18 @@ def serve(connection: Connection, variant: str, options: argparse.Namespace) -> 
     targets = torch.randn(1, options.tokens, OUTPUTS, generator=generator)
     connection.send({"idle": idle, "parameters": sum(p.numel() for p in model.parameters())})
     while connection.recv() is not None:
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         optimizer.zero_grad()
         outputs = model(inputs)
         forward = time.perf_counter() - start
         loss = (outputs - targets).square().mean()
         loss.backward()
         optimizer.step()
-        seconds = time.perf_counter() - start
+        seconds, used = time.perf_counter() - start, time.process_time() - used
         sample = outputs.detach()[0, :: max(options.tokens // 1000, 1)].clone()
         loss_value = float(loss.detach())
         del outputs, loss
-        answer = {"seconds": seconds, "forward": forward, "loss": loss_value}
+        answer = {"seconds": seconds, "used": used, "forward": forward, "loss": loss_value}
         connection.send(answer | {"peak": peak_bytes() - idle, "sample": sample.numpy()})
 
 
@@ -123,7 +123,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         process.start()
         theirs.close()
         processes.append(process)
-        results[variant] = {**workers[variant].recv(), "seconds": [], "forward": [], "losses": []}
+        empty: dict[str, list[float]] = {"seconds": [], "used": [], "forward": [], "losses": []}
+        results[variant] = {**workers[variant].recv(), **empty}
     samples: dict[str, list[Any]] = {variant: [] for variant in options.variants}
     for run in range(options.runs + 1):
         # The order turns, so that nobody always follows the same one.
@@ -138,8 +139,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             if run == 0:
                 result["first_s"] = answer["seconds"]
             else:
-                result["seconds"].append(answer["seconds"])
-                result["forward"].append(answer["forward"])
+                for key in ("seconds", "used", "forward"):
+                    result[key].append(answer[key])
             print(f"run {run} {variant}: {answer['seconds']:.2f} s", file=sys.stderr, flush=True)
     for connection in workers.values():
         connection.send(None)
@@ -147,6 +148,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         process.join()
     for variant, result in results.items():
         result["median_s"] = statistics.median(result["seconds"])
+        result["median_used_s"] = statistics.median(result["used"])
         result["median_forward_s"] = statistics.median(result["forward"])
         reference = options.variants[0]
         result["error"] = _error(samples[variant][0], samples[reference][0])
@@ -175,19 +177,20 @@ def describe(record: dict[str, Any]) -> str:
         "process of its own; memory is the peak of the resident set above the idle process after "
         "its imports.",
         "",
-        "| variant | step | of plain | limit | forward | peak memory | of plain | limit | "
-        "first step | outputs differ by |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| variant | step | of plain | limit | processor time | of plain | forward | peak memory | "
+        "of plain | limit | first step | outputs differ by |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for variant, result in results.items():
         limit = LIMITS.get(variant, {}) if not compiled else {}
-        ratios = ["", ""]
+        ratios = dict.fromkeys(("median_s", "median_used_s", "peak"), "")
         if plain is not None:
-            ratios = [f"{result[k] / plain[k]:.3f}" for k in ("median_s", "peak")]
+            ratios = {key: f"{result[key] / plain[key]:.3f}" for key in ratios}
         lines.append(
-            f"| {variant.replace('_', ' ')} | {result['median_s']:.2f} s | {ratios[0]} | "
-            f"{limit.get('time', '')} | {result['median_forward_s']:.2f} s | "
-            f"{result['peak'] / 1e6:,.0f} MB | {ratios[1]} | {limit.get('memory', '')} | "
+            f"| {variant.replace('_', ' ')} | {result['median_s']:.2f} s | "
+            f"{ratios['median_s']} | {limit.get('time', '')} | {result['median_used_s']:.2f} s | "
+            f"{ratios['median_used_s']} | {result['median_forward_s']:.2f} s | "
+            f"{result['peak'] / 1e6:,.0f} MB | {ratios['peak']} | {limit.get('memory', '')} | "
             f"{result['first_s']:.2f} s | {result['error']:.1e} |"
         )
     lines += [
