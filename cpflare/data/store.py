@@ -213,7 +213,8 @@ class Store:
             raise DataError(f"case={name} is not in store={self.path}{hint}")
         if name not in self._cases:
             case = Case.open(self.path, name, self._storage)
-            if case.num_rows != self.rows[name]:
+            # A case without rows is refused by whoever wants to train on it.
+            if case.num_rows != self.rows[name] > 0:
                 raise DataError(
                     f"case {name} of store={self.path} has {case.num_rows} rows, {MARK} says "
                     f"{self.rows[name]}; delete {self.path / name} and {AGAIN}"
