@@ -111,6 +111,7 @@ def _record(point, steps, *, comm=0.0, idle=100, peak=1100, session="s", loading
                 "step_s": [seconds * slow for slow in slower],
                 "data_s": [0.1 * seconds] * point.ranks,
                 "comm_s": [comm] * point.ranks,
+                "cpu_s": [seconds] * point.ranks,
                 "calls": {"all_gather": 1} if point.ranks > 1 else {},
                 "bytes": [77] * point.ranks,
             }
@@ -147,6 +148,7 @@ def test_figures_follow_from_the_samples():
     assert two.memory_efficiency == pytest.approx((1108 * MIB - 100) / (2 * (568 * MIB - 100)))
     assert two.peak_bytes == 568 * MIB - 100
     assert two.comm_s == 0.05
+    assert two.work_efficiency == pytest.approx(1.2 / (2 * 0.65))
     assert two.data_s == pytest.approx(0.065)
     assert two.compute_s == pytest.approx(1.1 * 0.65 - 0.05 - 0.065)
     assert two.data_free_s == pytest.approx(two.step_s - two.data_s)

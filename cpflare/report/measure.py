@@ -166,23 +166,27 @@ class Bench:
         """One step between barriers; each rank's seconds, and what it sent.
 
         `step_s` [R]: each rank's own time from the barrier to the end of its step, waiting for
-        data and for the device included; the step takes as long as the longest.
+        data and for the device included; the step takes as long as the longest. `cpu_s`: what the
+        rank's process has computed in it, which other processes of the machine hardly change.
         """
         self.barrier()
         for comm in self.comms.values():
             if isinstance(comm, Recorder):
                 comm.take_counts()
+        work = time.process_time()
         clock = _Clock(self.topology.device)
         step = next(self.steps)
         facts = self.stepper(step)
         seconds = clock.stop()
+        work = time.process_time() - work
         calls, num_bytes = self._counts()
-        rows = self.gather([seconds, step.wait_s, float(facts["comm_s"]), num_bytes])
-        step_s, data_s, comm_s, sent = zip(*rows, strict=True)
+        rows = self.gather([seconds, step.wait_s, float(facts["comm_s"]), work, num_bytes])
+        step_s, data_s, comm_s, cpu_s, sent = zip(*rows, strict=True)
         return {
             "step_s": list(step_s),
             "data_s": list(data_s),
             "comm_s": list(comm_s),
+            "cpu_s": list(cpu_s),
             "calls": calls,
             "bytes": [int(value) for value in sent],
         }

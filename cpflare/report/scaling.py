@@ -20,7 +20,9 @@ class Row:
     `step_s` to `comm_s` count one case: DDP's step, which trains a case a rank, is divided by the
     ranks. `read_cells_per_s` is what the slowest rank reads with no training beside it, of a study
     on a store. `peak_bytes` is the largest over ranks, above the idle process. Efficiencies are
-    None where the study has no single rank of the same model and size.
+    None where the study has no single rank of the same model and size. `work_efficiency` compares
+    the processor time of all ranks with the single one's: what splitting adds to the work, without
+    waiting and without what else the machine does.
     """
 
     point: Point
@@ -40,6 +42,7 @@ class Row:
     theory_bytes: int | None
     time_efficiency: float | None
     paired_time_efficiency: float | None
+    work_efficiency: float | None
     memory_efficiency: float | None
     round_trip_ms: float | None
     read_cells_per_s: float | None
@@ -74,6 +77,11 @@ def step_seconds(record: Mapping[str, Any]) -> np.ndarray:
     return np.array([max(sample["step_s"]) for sample in record["samples"]])
 
 
+def cpu_seconds(record: Mapping[str, Any]) -> np.ndarray:
+    """Processor time of each timed step, of all ranks together.  [steps]"""
+    return np.array([sum(sample["cpu_s"]) for sample in record["samples"]])
+
+
 def peak_bytes(record: Mapping[str, Any]) -> int:
     """The most memory of any rank above its idle process."""
     most: int = max(
@@ -94,11 +102,12 @@ def _row(record: Mapping[str, Any], single: Mapping[str, Any] | None) -> Row:
     last = samples[-1]
     trips = record.get("round_trips_ms")
     peak = peak_bytes(record)
-    time_efficiency = paired = memory_efficiency = None
+    time_efficiency = paired = work = memory_efficiency = None
     if single is not None:
         base = step_seconds(single)
         time_efficiency = float(np.median(base) / (point.ranks * median))
         memory_efficiency = peak_bytes(single) / (point.ranks * peak)
+        work = float(np.median(cpu_seconds(single)) * cases / np.median(cpu_seconds(record)))
         if len(base) == len(seconds) and single["session"] == record["session"]:
             paired = float(np.median(base / (point.ranks * seconds)))
     return Row(
@@ -119,6 +128,7 @@ def _row(record: Mapping[str, Any], single: Mapping[str, Any] | None) -> Row:
         theory_bytes=theory_bytes(point, record),
         time_efficiency=time_efficiency,
         paired_time_efficiency=paired,
+        work_efficiency=work,
         memory_efficiency=memory_efficiency,
         round_trip_ms=None if not trips else float(np.median(trips)),
         read_cells_per_s=_reading(record["loading"]),

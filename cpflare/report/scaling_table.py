@@ -29,7 +29,16 @@ def to_csv(rows: Sequence[Row]) -> str:
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and cells of the table that people read."""
     header = ["model", "cells", "ranks", "how", "network", "step [s]", "quartiles [s]"]
-    header += ["data", "compute", "comm", "time eff.", "paired", "peak [MiB]", "memory eff."]
+    header += [
+        "data",
+        "compute",
+        "comm",
+        "time eff.",
+        "paired",
+        "work eff.",
+        "peak [MiB]",
+        "memory eff.",
+    ]
     header += ["messages", "sent [KiB]", "theory [KiB]"]
     return header, [_cells(row) for row in rows]
 
@@ -52,6 +61,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.comm_s:.3f}",
         _share(row.time_efficiency),
         _share(row.paired_time_efficiency, without="–"),
+        _share(row.work_efficiency, without="–"),
         f"{row.peak_bytes / 2**20:,.0f}",
         _share(row.memory_efficiency),
         str(row.messages),
@@ -110,7 +120,8 @@ NOTES = (
     "Seconds are medians over the timed steps, each to its slowest rank between barriers, warm-up "
     "left out; a DDP step trains one case a rank and is divided by the ranks. Time efficiency is "
     "T1 / (R TR), memory efficiency M1 / (R MR), against the single rank of the same model in this "
-    "study; *paired* is the median of that ratio over the rounds. Communication includes waiting "
+    "study; *paired* is the median of that ratio over the rounds, *work* the same of the ranks' "
+    "processor time, which a busy machine changes little. Communication includes waiting "
     "for the other ranks. Theory: HM(D+2) values an encoder forward, HMD backward, each gradient "
     "once.",
 )
