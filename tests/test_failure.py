@@ -271,11 +271,12 @@ def test_a_checkpoint_under_way_is_completed_when_another_rank_fails(store, tmp_
 # ---- launchers --------------------------------------------------------------------------------
 
 
-def test_under_torchrun_a_killed_worker_leaves_one_cause_and_no_process(store, tmp_path):
+def kill_worker_under_torchrun(store, tmp_path, *options, overrides):
+    """Start torchrun, kill its second worker after some steps; the launcher's status and output."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-        *("train_cp.py", "--status-file", str(tmp_path / "status")),
-        *overrides_of(store, tmp_path / "run", "train.steps=100000"),
+        *(*options, "train_cp.py", "--status-file", str(tmp_path / "status")),
+        *overrides_of(store, tmp_path / "run", *overrides),
     ]
     with (tmp_path / "log").open("w") as log:
         launcher = subprocess.Popen(
@@ -283,18 +284,39 @@ def test_under_torchrun_a_killed_worker_leaves_one_cause_and_no_process(store, t
         )
         try:
             deadline = time.monotonic() + 90
-            while len(steps_told(tmp_path / "run")) < 3 and time.monotonic() < deadline:
-                time.sleep(0.1)
+            while len(steps_told(tmp_path / "run")) < 5 and time.monotonic() < deadline:
+                time.sleep(0.05)
             workers = runs.children_of(launcher.pid)
             os.kill(workers[1], signal.SIGKILL)
-            assert launcher.wait(SOON_S) == 1
+            status = launcher.wait(2 * SOON_S)
         finally:
             launcher.kill()
-    text = (tmp_path / "log").read_text()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
+    return status, (tmp_path / "log").read_text()
+
+
+def test_under_torchrun_a_killed_worker_leaves_one_cause_and_no_process(store, tmp_path):
+    status, text = kill_worker_under_torchrun(
+        store, tmp_path, overrides=["train.steps=100000", "train.checkpoint_every=0"]
+    )
+    assert status == 1
     (message,) = [line for line in text.splitlines() if line.startswith("error:")]
     assert message.startswith("error: [rank 1] step ")
     assert (tmp_path / "status").read_text() == "1\n"
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
+
+
+def test_ranks_that_torchrun_starts_again_go_on(store, tmp_path):
+    """Whatever `train.resume` says, since the command cannot change between the two starts."""
+    status, text = kill_worker_under_torchrun(
+        store,
+        tmp_path,
+        "--max-restarts=1",
+        overrides=["train.steps=120", "train.resume=never"],
+    )
+    assert status == 0, text
+    assert "resumed after step" in text
+    steps = [event["step"] for event in read_metrics(tmp_path / "run")]
+    assert steps == list(range(1, 121))
 
 
 def test_a_single_process_says_where_it_failed_and_needs_no_thread(store, tmp_path):

@@ -26,7 +26,7 @@ from cpflare.parallel.wire import Wire
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-_KEY = "cpflare/lifeline"
+_KEY = "lifeline"
 _CONNECT_S = 5.0
 _CLOSE_S = 20.0
 """How long a failing process may still write a checkpoint that is under way; torchrun kills after

@@ -101,6 +101,10 @@ def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
         timeout = timedelta(seconds=timeout_s)
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
+        # Ranks that torchrun starts again meet at the store of those before, and must not read what
+        # they left there.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt_{attempt}", store)  # type: ignore[attr-defined]
         own_lifeline().connect(
             store,
             rank,
