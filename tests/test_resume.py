@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import time
 
 import pytest
 import runs
@@ -210,6 +211,68 @@ def test_a_kill_in_the_midst_of_a_write_leaves_whole_checkpoints_only(
     assert ("was cut short" in run.text) == left
     assert not list(checkpoints.glob(".*"))
     assert (checkpoints / "latest").read_text() == "step_00000009\n"
+
+
+def write_until_two_more_steps_are_told(rank):
+    """A disk so slow that a write takes two steps and more."""
+    from cpflare.train import checkpoint
+
+    save = checkpoint.save_checkpoint
+
+    def save_slowly(directory, step, *values, **more):
+        metrics = directory.parent / "metrics.jsonl"
+        deadline = time.monotonic() + 20
+        while step == 4 and metrics.read_text().count("\n") < 6:
+            if time.monotonic() > deadline:
+                raise AssertionError("no step was told while the checkpoint was written")
+            time.sleep(0.01)
+        return save(directory, step, *values, **more)
+
+    checkpoint.save_checkpoint = save_slowly
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_the_step_it_is_of(
+    store, whole, tmp_path
+):
+    train(store, tmp_path, "train.keep=9", fault=write_until_two_more_steps_are_told)
+    own, other = (
+        load_checkpoint(run / "checkpoints" / f"step_{STEPS:08d}", torch.device("cpu"))
+        for run in (tmp_path / "run", whole("fp32"))
+    )
+    assert same(own[:2], other[:2])
+    *_, state = load_checkpoint(
+        tmp_path / "run" / "checkpoints" / "step_00000004", torch.device("cpu")
+    )
+    assert state["progress"]["step"] == 4
+
+
+def test_two_trainings_do_not_share_a_folder(store, tmp_path):
+    first = runs.start(1, overrides_of(store, tmp_path / "run"), tmp_path / "first", wait_in_step_3)
+    first.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+    second = train(store, tmp_path, expected=[2, 2])
+    (message,) = second.errors
+    assert "in use by another training" in message
+    (tmp_path / "go").touch()
+    assert first.wait(SOON_S) == [0]
+
+
+def wait_in_step_3(rank):
+    from cpflare.train.loop import Trainer
+
+    run = Trainer.run
+
+    def wait(self):
+        go = self.run_dir.parent / "go"
+
+        def action():
+            deadline = time.monotonic() + 60
+            while not go.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+        runs.at_step(0, 3, action)(rank)
+        run(self)
+
+    Trainer.run = wait
 
 
 def limit_files(rank):

@@ -47,6 +47,12 @@ def environment_ranks() -> tuple[int, int, int]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     values = [os.environ.get(name) for name in names]
     if values[0] is None or values[1] is None:
+        alone = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+        if alone not in ("", "1"):
+            raise TopologyError(
+                f"srun started {alone} processes that know nothing of each other; start one "
+                "torchrun a node, as slurm/train_cp.sbatch does"
+            )
         return 0, 1, 0
     try:
         rank, world_size, local_rank = (int(value or 0) for value in values)

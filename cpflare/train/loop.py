@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +38,7 @@ from cpflare.train.run_dir import (
     CHECKPOINTS,
     WEIGHTS,
     describe_dataset,
+    hold_run,
     write_config,
 )
 from cpflare.train.step import Learner
@@ -160,8 +161,14 @@ class Trainer:
         Raises:
             Stopped: a signal asked for it; a checkpoint of the steps done is on the disk.
         """
-        if not self.start():
-            return
+        with ExitStack() as held:
+            with agreed(self.topology.world_comm):
+                if self.topology.rank == 0:
+                    held.enter_context(hold_run(self.run_dir))
+            if self.start():
+                self._run_on()
+
+    def _run_on(self) -> None:
         topology = self.topology
         reporter = Reporter(
             self.run_dir,

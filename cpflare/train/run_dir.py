@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,9 @@ from cpflare.data.store import Store
 from cpflare.errors import ConfigError, DataError
 
 logger = logging.getLogger("cpflare")
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
+"""What file systems without locks on folders answer: there the user must take care."""
 
 CONFIG, METRICS, WEIGHTS, CHECKPOINTS = (
     "config.yaml",
@@ -39,6 +45,36 @@ class RunDescription:
     def field_map(self) -> dict[str, Any]:
         """The field map of the store that the run was trained on."""
         return dict(self.dataset["field_map"])
+
+
+@contextmanager
+def hold_run(run_dir: Path) -> Iterator[None]:
+    """Keep a second training off a run's folder while inside. One process holds it.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+        DataError: another training holds it.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handle = os.open(run_dir, os.O_RDONLY)
+    except OSError as error:
+        raise _not_writable(run_dir, error) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise DataError(
+            f"run.dir={run_dir} is in use by another training; give this one another run.dir"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            os.close(handle)
+            raise
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def describe_dataset(store: Store, normalizer: Normalizer) -> dict[str, Any]:
@@ -66,9 +102,13 @@ def write_config(run_dir: Path, config: Config, dataset: Mapping[str, Any]) -> N
         aside.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
         aside.replace(run_dir / CONFIG)
     except OSError as error:
-        raise ConfigError(
-            f"run.dir={run_dir} cannot be written ({error.strerror}); name another folder"
-        ) from error
+        raise _not_writable(run_dir, error) from error
+
+
+def _not_writable(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.dir={run_dir} cannot be written ({error.strerror}); name another folder"
+    )
 
 
 def read_run(run_dir: Path) -> RunDescription:
