@@ -231,3 +231,16 @@ def test_a_scaling_job_measures_each_number_of_ranks(cluster, tmp_path):
     shown = cluster.wait(job, {"COMPLETED", "FAILED"})
     assert shown["JobState"] == "COMPLETED", log.read_text()
     assert sorted(path.name for path in out.iterdir()) == ["ranks_1.json", "ranks_2.json"]
+
+
+def test_processes_that_srun_starts_without_torchrun_are_refused(cluster, store, tmp_path):
+    command = [
+        *("srun", "--ntasks=2", "--overcommit", sys.executable, "train_cp.py"),
+        *(f"data.store={store.path}", f"run.dir={tmp_path / 'run'}", "train.steps=1"),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=cluster.environment, capture_output=True, text=True, timeout=SOON_S
+    )
+    assert done.returncode == 2
+    assert "error: srun started 2 processes" in done.stderr
+    assert not (tmp_path / "run").exists()

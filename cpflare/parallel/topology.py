@@ -47,12 +47,6 @@ def environment_ranks() -> tuple[int, int, int]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     values = [os.environ.get(name) for name in names]
     if values[0] is None or values[1] is None:
-        alone = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-        if alone not in ("", "1"):
-            raise TopologyError(
-                f"srun started {alone} processes that know nothing of each other; start one "
-                "torchrun a node, as slurm/train_cp.sbatch does"
-            )
         return 0, 1, 0
     try:
         rank, world_size, local_rank = (int(value or 0) for value in values)
@@ -97,8 +91,17 @@ def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
 
     A single rank needs no process group. NCCL serves GPUs, gloo CPUs. The lifeline is connected
     first, so that a rank that fails from here on ends all of them within `timeout_s`.
+
+    Raises:
+        TopologyError: srun started several processes without a launcher that connects them.
     """
     rank, world_size, local_rank = environment_ranks()
+    alone = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" not in os.environ and alone not in ("", "1"):
+        raise TopologyError(
+            f"srun started {alone} processes that know nothing of each other; start one torchrun a "
+            "node, as slurm/train_cp.sbatch does"
+        )
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
