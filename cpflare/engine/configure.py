@@ -102,7 +102,7 @@ def parse_bytes(value: int | str | None) -> int | None:
     """A number of bytes, or a text such as 6GiB.  Raises ConfigError for anything else."""
     if value is None or isinstance(value, int):
         return value
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)
     if not match or match[2] not in _UNITS:
         raise ConfigError(f"engine.memory_limit={value} must be bytes or a size such as 6GiB")
     return int(float(match[1]) * _UNITS[match[2]])

@@ -138,10 +138,18 @@ class Sweep:
                     self._emit(index)
                 if index % self.keep_every:
                     self.store.free(index)
-            last = len(self.memories)
-            return torch.cat(
-                [self.model.head(self.store.get(last, rows)) for rows, _ in self.chunks], dim=1
-            )
+            return self._head(inputs)
+
+    def _head(self, inputs: Tensor) -> Tensor:
+        """The outputs, written into one tensor as the chunks come."""
+        outputs: Tensor | None = None
+        for rows, _ in self.chunks:
+            chunk = self.model.head(self.store.get(len(self.memories), rows))
+            if outputs is None:
+                outputs = chunk.new_empty((*inputs.shape[:2], chunk.shape[-1]))
+            outputs[:, rows] = chunk
+        assert outputs is not None
+        return outputs
 
     def _reduce(self, block: Block, index: int, batch: int) -> BlockMemory:
         """A block's stages, one sweep each. Communication: one encoder a stage."""
