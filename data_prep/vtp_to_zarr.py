@@ -203,15 +203,16 @@ def _convert_all(
         total=sum(sizes.values()), unit="B", unit_scale=True, desc="prep", disable=hidden
     ) as bar:
         for name, outcome in _outcomes(writer, todo, field_map, workers):
+            elapsed = max(time.monotonic() - started, 1e-9)
             if isinstance(outcome, str):
                 failed += 1
                 bar.write(f"FAILED {name}: {outcome}")
             else:
                 cells += int(outcome["num_rows"])
                 kind = {"cell": "cells", "point": "points"}[outcome["association"]]
-                bar.write(f"{name}: {outcome['num_rows']:,} {kind}")
-            rate = cells / max(time.monotonic() - started, 1e-9)
-            bar.set_postfix_str(f"{rate:,.0f} cells/s, {failed} failed")
+                rate = f"{cells / elapsed:,.0f} cells/s"
+                bar.write(f"{name}: {outcome['num_rows']:,} {kind}, {rate}")
+            bar.set_postfix_str(f"{cells / elapsed:,.0f} cells/s, {failed} failed")
             bar.update(sizes[name])
             yield name, outcome
 
