@@ -19,7 +19,7 @@ from cpflare.train.checkpoint import find_checkpoint
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SIZES = {"run_1": 60, "run_2": 57, "run_3": 28, "run_4": 43, "run_5": 40, "run_6": 39}
 SPLITS = {"train": ["run_1", "run_2", "run_3"], "val": ["run_4", "run_5", "run_6"], "test": []}
-STEPS = 24
+STEPS = 12
 SETTINGS = (
     *SMALL,
     f"train.steps={STEPS}",
@@ -70,7 +70,7 @@ def slow_down(rank):
 
     step_of, predict = Learner.step, validate.predict_shard
     Learner.step = lambda *arguments: (time.sleep(0.05), step_of(*arguments))[1]
-    validate.predict_shard = lambda *arguments: (time.sleep(0.4), predict(*arguments))[1]
+    validate.predict_shard = lambda *arguments: (time.sleep(0.25), predict(*arguments))[1]
 
 
 def lines_of(run_dir):

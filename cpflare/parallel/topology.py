@@ -126,7 +126,7 @@ def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=0.9 * timeout,  # the rest is for finding out which rank is the cause
+            timeout=0.8 * timeout,  # the rest is for finding out which rank is the cause
             device_id=device if device.type == "cuda" else None,
         )
     return world_size, device
