@@ -27,7 +27,7 @@ _TAIL_POWER: Final = 12.0
 _UPPER_POWER: Final = 5.0
 _LOWER_POWER: Final = 12.0
 # How far the tyres would reach below the ground, m: the contact patches are flattened.
-_SQUASH: Final = 0.012
+_SQUASH: Final = 0.030
 
 
 class Span(NamedTuple):
@@ -78,7 +78,7 @@ RANGES: Final[dict[str, Span]] = {
     "vehicle_width": Span(1.80, 2.12),
     "vehicle_height": Span(1.40, 1.60),
     "front_overhang": Span(0.72, 1.00),
-    "front_planview": Span(0.05, 0.60),
+    "front_planview": Span(0.05, 0.45),
     "hood_angle": Span(3.0, 13.0),
     "approach_angle": Span(4.0, 20.0),
     "windscreen_angle": Span(25.0, 55.0),
@@ -86,9 +86,9 @@ RANGES: Final[dict[str, Span]] = {
     "decklid_height": Span(0.97, 1.14),
     "rearend_tapering": Span(0.0, 8.0),
     "rear_overhang": Span(0.75, 1.10),
-    "rear_diffusor_angle": Span(0.0, 16.0),
-    "vehicle_ride_height": Span(0.13, 0.27),
-    "vehicle_pitch": Span(-2.6, 2.6),
+    "rear_diffusor_angle": Span(0.0, 17.0),
+    "vehicle_ride_height": Span(0.15, 0.28),
+    "vehicle_pitch": Span(-2.7, 2.7),
 }
 BACKLIGHT_RANGES: Final = (Span(24.0, 44.0), Span(11.0, 21.0), Span(55.0, 78.0))
 _DECK_LENGTHS: Final = (0.42, 0.10, 0.03)
@@ -139,7 +139,7 @@ class Body:
             x=np.array([-WHEEL_RADIUS - 0.05, shape.wheelbase + 0.05]),
             slopes=np.array([-_tan(shape.approach_angle), 0.0, _tan(shape.rear_diffusor_angle)]),
             anchor=(0.0, ride),
-            blur=np.array([0.10, 0.22]),
+            blur=np.array([0.10, 0.14]),
         )
 
     def surface(self, cx: Array, cy: Array, cz: Array) -> Array:
@@ -189,12 +189,13 @@ class Body:
 
     def _with_tyres(self, x: Array, y: Array, half_width: Array, floor: Array) -> Array:
         """Heights of the floor with the tyres let down to the ground."""
-        across = _step((y - (half_width - TYRE_WIDTH)) / 0.03)
+        across = _step((y - (half_width - TYRE_WIDTH)) / 0.045)
         lowest = floor
         for axle in (0.0, self.shape.wheelbase):
-            chord = np.maximum(WHEEL_RADIUS**2 - (x - axle) ** 2, 0.0)
-            tread = WHEEL_RADIUS - _SQUASH - np.sqrt(chord)
-            lowest = lowest - across * _ramp(floor - tread, 0.03)
+            # Above the axle the line turns outwards, so that a tyre never fills a higher floor.
+            chord = WHEEL_RADIUS**2 - (x - axle) ** 2
+            tread = WHEEL_RADIUS - _SQUASH - np.sign(chord) * np.sqrt(np.abs(chord))
+            lowest = lowest - across * _ramp(floor - tread, 0.05)
         return lowest
 
     def _wheel_discs(self, x: Array, height: Array) -> Array:

@@ -157,8 +157,8 @@ class _Stations:
         centres = [
             (x[0], 0.30, 1.2),
             (x[-1], 0.25, 1.2),
-            (0.0, 0.75 * WHEEL_RADIUS, 0.9),
-            (shape.wheelbase, 0.75 * WHEEL_RADIUS, 0.9),
+            (0.0, 0.75 * WHEEL_RADIUS, 0.3),
+            (shape.wheelbase, 0.75 * WHEEL_RADIUS, 0.3),
         ]
         for centre, width, gain in centres:
             density += gain * np.exp(-(((x - centre) / width) ** 2))

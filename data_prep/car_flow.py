@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Final
 
 import numpy as np
@@ -87,20 +88,20 @@ class CarFlow:
         return self.body.tyre_weight(points) * _step((normals[:, 0] + 0.45) / 0.08)
 
     def _vortices(self, points: Array) -> Array:
-        """Velocity [n, 3] at points of unit circulation about the body, with the ground's image."""
+        """Velocity [n, 3] at points of a unit circulation about the body, with the ground's image.
+
+        Only the circulation and where the legs leave the body, in the base, matter to the flow
+        outside; the bound lines are spread out inside to be far from every panel.
+        """
         body, shape = self.body, self.body.shape
-        height = GROUND + 0.5 * (shape.vehicle_ride_height + 0.85)
-        stations = np.linspace(0.35, 0.9, 8)
+        stations = body.x_nose + np.array([0.4, 0.5, 0.6, 0.7]) * shape.vehicle_length
         spans = np.array([0.35, 0.55, 0.75]) * 0.5 * shape.vehicle_width
         mirrored = points * [1.0, 1.0, -1.0] + [0.0, 0.0, 2.0 * GROUND]
         velocity = np.zeros_like(points)
-        for fraction in stations:
-            x = body.x_nose + fraction * shape.vehicle_length
-            for span in spans:
-                corner = np.array([x, 0.0, height])
-                velocity += horseshoe_velocity(points, corner, span)
-                image = horseshoe_velocity(mirrored, corner, span)
-                velocity += image * [1.0, 1.0, -1.0]
+        for x, span in product(stations, spans):
+            corner = np.array([x, 0.0, GROUND + 0.55])
+            velocity += horseshoe_velocity(points, corner, span)
+            velocity += horseshoe_velocity(mirrored, corner, span) * [1.0, 1.0, -1.0]
         return velocity / (len(stations) * len(spans))
 
     def _base_pressure(self) -> float:
@@ -111,7 +112,7 @@ class CarFlow:
         slant = 1.0 + 0.25 * np.exp(-(((shape.backlight_angle - 28.0) / 10.0) ** 2))
         boat_tail = 1.0 - 0.03 * shape.rearend_tapering
         under = 1.0 + 0.15 * np.tanh((shape.rear_diffusor_angle - 9.0) / 4.0)
-        return float(1.68 * hoerner * slant * boat_tail * under)
+        return float(1.66 * hoerner * slant * boat_tail * under)
 
     @cached_property
     def _splines(self) -> tuple[Array, Array, Array]:
@@ -168,7 +169,7 @@ class CarFlow:
         base = self.base_weight(points, normals)
         tyre_wake = self.tyre_wake_weight(points, normals)
         square = np.maximum(fields[:, 3], 0.0)
-        cp = 1.0 - square - self._underbody_loss(points, normals)
+        cp = _level_suction(1.0 - square - self._underbody_loss(points, normals))
         cp = (1.0 - base) * cp + base * self.base_pressure
         cp = (1.0 - tyre_wake) * cp + tyre_wake * TYRE_WAKE_PRESSURE
         separated = np.maximum(base, tyre_wake)
@@ -182,6 +183,12 @@ class CarFlow:
         traction = 0.5 * friction[:, None] * speed[:, None] * along
         fluctuation = 0.02 + 0.05 * separated + 0.02 * np.abs(cp)
         return SurfaceFlow(cp, fluctuation, traction)
+
+
+def _level_suction(cp: Array) -> Array:
+    """Level off suction peaks below −1.2, where a boundary layer would leave the surface."""
+    excess = np.maximum(-1.2 - cp, 0.0)
+    return np.asarray(np.maximum(cp, -1.2) - 0.8 * np.tanh(excess / 0.8))
 
 
 def _shed(flows: Array, lines: Array, normal: Array, squares: Array) -> Array:
