@@ -73,7 +73,8 @@ class EngineConfig:
     `chunk_tokens` null takes what the device's caches hold. `recompute`: none; pointwise, the
     in-memory executor keeps latents and block inputs alone; k, the streamed one keeps every k-th
     block input. `offload`: none; bf16, block inputs in half precision; host, in the host's memory.
-    `memory_limit` in bytes (or as 6GiB) bounds a prediction.
+    `memory_limit` in bytes (or as 6GiB) bounds a prediction. `compile` compiles the token-local
+    parts with torch.compile; the first step then takes a while.
     """
 
     executor: Literal["in_memory", "streamed"] = "in_memory"
@@ -81,6 +82,7 @@ class EngineConfig:
     memory_limit: int | str | None = None
     recompute: Literal["none", "pointwise"] | int = "none"
     offload: Literal["none", "bf16", "host"] = "none"
+    compile: bool = False
 
 
 @dataclass(frozen=True)

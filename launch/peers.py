@@ -27,7 +27,8 @@ from cpflare.engine import configure, parallelize
 from cpflare.models import build_model
 from cpflare.ops import Reducer
 from cpflare.ops.attention import attend, attend_backward
-from cpflare.ops.encode import Encode, encode_chunks
+from cpflare.ops.encode import Encode
+from cpflare.ops.encoder import encode_chunks
 from cpflare.ops.merge import weights_of
 from cpflare.parallel.comm import Communicator
 from cpflare.parallel.topology import Topology
@@ -38,32 +39,24 @@ from cpflare.train.optim import build_optimizer
 from cpflare.train.step import Learner
 
 
-class TextbookEncode(Encode):
+class TextbookReducer(Reducer):
     """The encoder with three collectives forward: all-reduce of max L_r, of a, and of U.
 
     a_r = exp(L_r - L_max);  a = sum a_r;  U = sum a_r O_r;  Z = U / a. Backward as `Encode`.
     """
 
-    @staticmethod
-    def forward(ctx: Any, scale: float, comm: Communicator, q: Tensor, *kv: Tensor) -> Tensor:
-        half = len(kv) // 2
-        o, lse = encode_chunks(q, zip(kv[:half], kv[half:], strict=True), scale=scale)
-        top = comm.all_reduce(lse.clone(memory_format=torch.contiguous_format), "max")
-        weights = weights_of(lse, top)
-        mass = comm.all_reduce(weights.clone(memory_format=torch.contiguous_format))
-        z = comm.all_reduce(weights[..., None] * o) / mass[..., None]
-        ctx.save_for_backward(q, z, top + torch.log(mass), *kv)
-        ctx.scale, ctx.comm = scale, comm
-        return z.to(q.dtype)
-
-
-class TextbookReducer(Reducer):
-    """Encoders of `TextbookEncode`."""
-
-    def softmax(
+    def start_softmax(
         self, q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], *, scale: float
-    ) -> Tensor:
-        return TextbookEncode.apply(scale, self.comm, q, *ks, *vs)  # type: ignore[no-any-return, no-untyped-call]
+    ) -> Callable[[], Tensor]:
+        def merge() -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                o, lse = encode_chunks(q, zip(ks, vs, strict=True), scale=scale)
+            top = self.comm.all_reduce(lse.clone(memory_format=torch.contiguous_format), "max")
+            weights = weights_of(lse, top)
+            mass = self.comm.all_reduce(weights.clone(memory_format=torch.contiguous_format))
+            return self.comm.all_reduce(weights[..., None] * o) / mass[..., None], top + mass.log()
+
+        return lambda: Encode.apply(scale, self.comm, merge, q, *ks, *vs)  # type: ignore[no-untyped-call]
 
 
 class GatherEncode(torch.autograd.Function):
@@ -100,11 +93,11 @@ class GatherReducer(Reducer):
         super().__init__(comm)
         self.recorder = comm
 
-    def softmax(
+    def start_softmax(
         self, q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], *, scale: float
-    ) -> Tensor:
+    ) -> Callable[[], Tensor]:
         k, v = torch.cat(list(ks), dim=-2), torch.cat(list(vs), dim=-2)
-        return GatherEncode.apply(q, k, v, scale, self.recorder)  # type: ignore[no-any-return, no-untyped-call]
+        return lambda: GatherEncode.apply(q, k, v, scale, self.recorder)  # type: ignore[no-untyped-call]
 
 
 class PeerLearner:

@@ -122,8 +122,10 @@ def test_rows_that_differ_by_120_between_ranks_in_both_directions(sizes, dtype, 
     case = far_apart(sizes, dtype, alternate=True)
     results = run_ranks(len(sizes), encode_shard, *case, PATHS[path])
     for name, error in errors(results, *case).items():
-        # A score of 60 is rounded by 1e-14 (fp32: 4e-6), and so are the weights and gradients.
-        assert error < (1e-12 if dtype == torch.float64 else 1e-4), name
+        # A score of 60 is rounded by 1e-14 (fp32: 4e-6), and so are the weights; dQ multiplies what
+        # is left of sum dS = 0 by keys of 60 / SCALE (fp32: 60 * 4e-6 = 2.4e-4; up to 1.6e-4 seen,
+        # which depends on the processor's kernels).
+        assert error < (1e-12 if dtype == torch.float64 else 5e-4), name
 
 
 @pytest.mark.parametrize("path", PATHS)

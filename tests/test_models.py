@@ -205,13 +205,18 @@ def test_dropout_without_its_rows_is_refused():
 def record_gathered(monkeypatch):
     """A list that every encoder's output is added to."""
     gathered = []
-    softmax = Reducer.softmax
+    start_softmax = Reducer.start_softmax
 
     def record(self, *args, **options):
-        gathered.append(softmax(self, *args, **options))
-        return gathered[-1]
+        wait = start_softmax(self, *args, **options)
 
-    monkeypatch.setattr(Reducer, "softmax", record)
+        def waited():
+            gathered.append(wait())
+            return gathered[-1]
+
+        return waited
+
+    monkeypatch.setattr(Reducer, "start_softmax", record)
     return gathered
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from cpflare.config import EngineConfig
+from cpflare.engine.compilation import compile_local
 from cpflare.engine.streamed import StreamedExecutor
 from cpflare.errors import ConfigError
 from cpflare.models import Backbone
@@ -58,7 +59,7 @@ def configure(model: Backbone, engine: EngineConfig) -> Backbone:
         model.executor = StreamedExecutor()
     else:
         model.executor = None
-    return model
+    return compile_local(model) if engine.compile else model
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from cpflare.engine.activations import ActivationStore, NoActivations
 from cpflare.models.backbone import Backbone, Block, Drop
 from cpflare.models.mixer import SoftmaxStage, State
 from cpflare.ops.attention import attend_backward
-from cpflare.ops.encode import encode_chunks, sum_state_gradient
-from cpflare.ops.merge import merge_over_ranks
+from cpflare.ops.encoder import encode_chunks, sum_state_gradient
+from cpflare.ops.merge import start_merge
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class StreamedExecutor:
     keep_none: bool = False
 
     def __call__(
-        self, model: Backbone, inputs: Tensor, bounds: Sequence[slice], drops: Sequence[Drop]
+        self, model: Backbone, inputs: Tensor, bounds: Sequence[slice], drops: Sequence[Drop | None]
     ) -> Tensor:
         """inputs [B, n, F] -> outputs [B, n, O]. Communication: as the model's own forward."""
         with_grad = torch.is_grad_enabled()
@@ -112,7 +113,7 @@ class Sweep:
         model: Backbone,
         store: ActivationStore,
         bounds: Sequence[slice],
-        drops: Sequence[Drop],
+        drops: Sequence[Drop | None],
         keep_every: int,
     ) -> None:
         self.model, self.store, self.keep_every = model, store, keep_every
@@ -154,12 +155,15 @@ class Sweep:
     def _reduce(self, block: Block, index: int, batch: int) -> BlockMemory:
         """A block's stages, one sweep each. Communication: one encoder a stage."""
         memory = BlockMemory()
-        for stage in block.mixer.stages:
+        stages = block.mixer.stages
+        sweeps = [self._keys_and_values(block, stage, index) for stage in stages]
+        ahead: list[tuple[Tensor, Tensor]] = []
+        for stage, sweep, following in zip(stages, sweeps, [*sweeps[1:], ()], strict=False):
             q = stage.queries(memory.state, batch)
-            partial = encode_chunks(
-                q, self._keys_and_values(block, stage, index), scale=stage.scale
-            )
-            z, lse = merge_over_ranks(*partial, self.model.reducer.comm)
+            partial = encode_chunks(q, chain(ahead, sweep), scale=stage.scale)
+            wait = start_merge(*partial, self.model.reducer.comm)
+            ahead = list(islice(following, 1))  # computed while the messages are on their way
+            z, lse = wait()
             new = stage.finish(z.to(q.dtype), memory.state)
             memory.reduced.append(Reduced(q, z, lse, tuple(new)))
             memory.state |= new
@@ -175,7 +179,7 @@ class Sweep:
         """A chunk's input of a block, from the network's inputs [B, m, F]."""
         x: Tensor = self.model.in_proj(inputs)
         for block, memory in zip(self.blocks[:index], self.memories, strict=False):
-            x = _emit_chunk(block, x, memory.state, _no_drop)
+            x = _emit_chunk(block, x, memory.state, None)
         return x
 
     def _emit(self, index: int) -> None:
@@ -275,12 +279,8 @@ class Sweep:
         torch.autograd.backward(out, grad.to(out.dtype))
 
 
-def _emit_chunk(block: Block, x: Tensor, state: State, drop: Drop) -> Tensor:
+def _emit_chunk(block: Block, x: Tensor, state: State, drop: Drop | None) -> Tensor:
     return block.emit(x, block.tokens(x), state, drop)
-
-
-def _no_drop(x: Tensor, layer: int) -> Tensor:
-    return x
 
 
 def _finish(stage: SoftmaxStage, z: Tensor, state: State, name: str) -> Tensor:

@@ -23,7 +23,7 @@ from cpflare.ops import Reducer
 State = dict[str, Tensor]
 
 
-class Tokens(dict[str, Tensor]):
+class Tokens:
     """Token-local tensors of a chunk, each computed when it is first asked for.
 
     A stage that needs only the keys then computes only the keys. A maker is handed the tokens, for
@@ -32,12 +32,18 @@ class Tokens(dict[str, Tensor]):
     """
 
     def __init__(self, makers: Mapping[str, Callable[[Tokens], Tensor]]) -> None:
-        super().__init__()
+        self.computed: dict[str, Tensor] = {}
         self._makers = makers
 
-    def __missing__(self, name: str) -> Tensor:
-        value = self[name] = self._makers[name](self)
-        return value
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.computed:
+            self.computed[name] = self._makers[name](self)
+        return self.computed[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that can be asked for."""
+        return tuple(self._makers)
 
 
 @dataclass(frozen=True)
@@ -63,11 +69,21 @@ class SoftmaxStage:
         k = to_attention_dtype(tokens[self.keys])
         return k, k if self.values == self.keys else to_attention_dtype(tokens[self.values])
 
-    def reduce(self, tokens: Sequence[Tokens], state: State, reducer: Reducer) -> Tensor:
-        """Communication: one encoder over the reducer's ranks."""
+    def prepare(self, tokens: Tokens) -> None:
+        """Compute what the stage reads of a chunk, so that it is there when the stage begins."""
+        for name in (self.keys, self.values):
+            tokens[name]
+
+    def start(
+        self, tokens: Sequence[Tokens], state: State, reducer: Reducer
+    ) -> Callable[[], Tensor]:
+        """Start the reduction; the call of the result waits for it.
+
+        Communication: one encoder over the reducer's ranks.
+        """
         ks, vs = zip(*(self.keys_and_values(chunk) for chunk in tokens), strict=True)
         q = self.queries(state, ks[0].shape[0])
-        return reducer.softmax(q, ks, vs, scale=self.scale)
+        return reducer.start_softmax(q, ks, vs, scale=self.scale)
 
 
 class Mixer(Protocol):
@@ -88,10 +104,18 @@ class Mixer(Protocol):
 
 
 def reduce_stages(mixer: Mixer, tokens: Sequence[Tokens], reducer: Reducer) -> State:
-    """Run a mixer's stages over all chunks of this rank's tokens. Communication: one a stage."""
+    """Run a mixer's stages over all chunks of this rank's tokens.
+
+    Communication: one a stage; while it is on its way, the next stage's keys and values are made.
+    """
     state: State = {}
-    for stage in mixer.stages:
-        state |= stage.finish(stage.reduce(tokens, state, reducer), state)
+    stages = mixer.stages
+    for stage, following in zip(stages, (*stages[1:], None), strict=False):
+        wait = stage.start(tokens, state, reducer)
+        if following is not None:
+            for chunk in tokens:
+                following.prepare(chunk)
+        state |= stage.finish(wait(), state)
     return state
 
 

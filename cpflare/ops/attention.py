@@ -56,19 +56,21 @@ def attend(
     fp64 for fp64). No keys give o = 0 and lse = -inf without calling a kernel (the CPU kernel ends
     the process on zero keys). The longer token axis is cut into slices that keep the device busy
     and the kernels' indices in range (`cpflare.ops.slices`); the slices are joined by the merge.
+    In memory o's heads lie beside each other in their token's row, as `empty_output` has it.
     """
     stats = statistics_dtype(q.dtype)
     if k.shape[-2] == 0 or q.numel() == 0:
-        o = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=stats, device=q.device)
-        return o, lse
+        return empty_output(q, v).zero_(), lse
     backend = backend or select_backend(q, k, v)
-    if backend == "plain":
-        return _plain(q, k, v, scale)
     keys_are_long = k.shape[-2] > q.shape[-2]
     plan = plan_slices(k if keys_are_long else q, short=q if keys_are_long else k)
-    if plan.is_whole:
-        return _kernel(q, k, v, scale, backend)
+    if backend == "plain" or plan.is_whole:
+        if backend == "plain":
+            o, lse = _plain(q, k, v, scale)
+        else:
+            o, lse = _kernel(q, k, v, scale, backend)
+        return _laid_out(o, _output_strides(o)), lse.contiguous()
     if keys_are_long:
         merged = RunningMerge()
         for part in plan.parts:
@@ -76,15 +78,19 @@ def attend(
             for o_slice, lse_slice in zip(part.slices(o), part.slices(lse), strict=True):
                 merged.add(o_slice.to(stats), lse_slice)
         o, lse = merged.result()
-        return o.to(q.dtype), lse
-    results = [
-        (part, *_kernel(part.cut(q), part.repeat(k), part.repeat(v), scale, backend))
-        for part in plan.parts
-    ]
-    return (
-        torch.cat([part.join(o) for part, o, _ in results], dim=2),
-        torch.cat([part.join(lse) for part, _, lse in results], dim=2),
-    )
+        return _laid_out(o.to(q.dtype), _output_strides(o)), lse.contiguous()
+    out, sums = empty_output(q, v), q.new_empty(q.shape[:-1], dtype=stats)
+    for part in plan.parts:
+        o, lse = _kernel(part.cut(q), part.repeat(k), part.repeat(v), scale, backend)
+        part.put(out, o)
+        part.put(sums, lse)
+    return out, sums
+
+
+def empty_output(q: Tensor, v: Tensor) -> Tensor:
+    """Memory for an attention's output [B, H, M, D], which joins its heads without a copy."""
+    batch, heads, rows, _ = q.shape
+    return q.new_empty((batch, rows, heads, v.shape[-1])).transpose(1, 2)
 
 
 def attend_backward(
@@ -102,7 +108,7 @@ def attend_backward(
 
     dz and z [B, H, M, D], lse [B, H, M]: the gradient, output and log-sum-exp over *all* tokens;
     q [B, H, M, D], k and v [B, H, n, D]: n of the tokens. -> (dq partial, dk, dv) in the inputs'
-    dtypes
+    dtypes and their order in memory
 
         P = exp(scale * Q K^T - L);  c = rowsum(dZ * Z);  dS = P * (dZ V^T - c)
         dV = P^T dZ;  dK = scale * dS^T Q;  dQ = scale * dS K
@@ -113,16 +119,21 @@ def attend_backward(
     if k.shape[-2] == 0 or q.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     backend = backend or select_backend(q, k, v)
-    if backend == "plain":
-        return _plain_backward(dz, q, k, v, z, lse, scale)
     # The kernels read output and gradient in the query's dtype, whatever is passed.
-    dz, z = dz.to(q.dtype), z.to(q.dtype)
+    dz, z = (dz, z) if backend == "plain" else (dz.to(q.dtype), z.to(q.dtype))
     keys_are_long = k.shape[-2] > q.shape[-2]
     plan = plan_slices(k if keys_are_long else q, short=q if keys_are_long else k)
-    if plan.is_whole:
-        return _kernel_backward(dz, q, k, v, z, lse, scale, backend)
+    if backend == "plain" or plan.is_whole:
+        if backend == "plain":
+            grads = _plain_backward(dz, q, k, v, z, lse, scale)
+        else:
+            grads = _kernel_backward(dz, q, k, v, z, lse, scale, backend)
+        dq, dk, dv = (
+            _laid_out(grad, _strides_like(t)) for grad, t in zip(grads, (q, k, v), strict=True)
+        )
+        return dq, dk, dv
     stats = statistics_dtype(q.dtype)
-    long: list[tuple[Tensor, ...]] = []
+    joined = [torch.empty_like(t) for t in ((k, v) if keys_are_long else (q,))]
     short: list[tuple[Tensor, ...]] = []
     for part in plan.parts:
         of_keys, of_rows = (part.cut, part.repeat) if keys_are_long else (part.repeat, part.cut)
@@ -131,11 +142,14 @@ def attend_backward(
             dz_part, q_part, of_keys(k), of_keys(v), z_part, lse_part, scale, backend
         )
         long_grads, short_grads = ((dk, dv), (dq,)) if keys_are_long else ((dq,), (dk, dv))
-        long.append(tuple(part.join(grad) for grad in long_grads))
+        for out, grad in zip(joined, long_grads, strict=True):
+            part.put(out, grad)
         short += zip(*(part.slices(grad) for grad in short_grads), strict=True)
-    joined = [torch.cat(grads, dim=2) for grads in zip(*long, strict=True)]
     summed = [
-        torch.stack(grads).sum(dim=0, dtype=stats).to(q.dtype) for grads in zip(*short, strict=True)
+        _laid_out(torch.stack(grads).sum(dim=0, dtype=stats).to(q.dtype), _strides_like(t))
+        for t, grads in zip(
+            (q,) if keys_are_long else (k, v), zip(*short, strict=True), strict=True
+        )
     ]
     dq, dk, dv = (*summed, *joined) if keys_are_long else (*joined, *summed)
     return dq, dk, dv
@@ -199,6 +213,21 @@ def _kernel_backward(
             scale=scale,
         )  # fmt: skip
     return dq[..., :depth], dk[..., :depth], dv[..., :depth]
+
+
+def _laid_out(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """t, copied if need be into memory with these strides: compiled code relies on them."""
+    alike = all(a == b for a, b, size in zip(t.stride(), strides, t.shape, strict=True) if size > 1)
+    return t if alike else t.new_empty_strided(t.shape, strides).copy_(t)
+
+
+def _output_strides(o: Tensor) -> tuple[int, ...]:
+    _, heads, rows, width = o.shape
+    return rows * heads * width, width, heads * width, 1
+
+
+def _strides_like(t: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(t, device="meta").stride()
 
 
 def _last_dim_dense(t: Tensor) -> Tensor:

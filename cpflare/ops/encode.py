@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cpflare.ops.attention import attend, attend_backward, statistics_dtype
-from cpflare.ops.merge import RunningMerge, merge_over_ranks
+from cpflare.ops.attention import attend, attend_backward
+from cpflare.ops.compiled import compiled_decode, compiled_encode
+from cpflare.ops.encoder import encode_backward, encode_chunks
+from cpflare.ops.merge import Merge, start_merge
 from cpflare.parallel.comm import Communicator, as_communicator
 
 
@@ -19,16 +21,16 @@ class Encode(torch.autograd.Function):
     """Latents gather from the tokens of all ranks; a rank's tokens come in one or more chunks.
 
     Forward, on each rank with its chunks c:  (O_c, L_c) = attend(q, k_c, v_c);  (Z, L) = merge over
-    chunks, then over ranks.
+    chunks, then over ranks, for which `wait` waits.
     Backward:  dZ = all_reduce_sum(dZ partial);  dK_c, dV_c and this rank's part of dQ from the
     global Z, L.
     """
 
     @staticmethod
-    def forward(ctx: Any, scale: float, comm: Communicator, q: Tensor, *kv: Tensor) -> Tensor:
-        num_chunks = len(kv) // 2
-        z, lse = encode_chunks(q, zip(kv[:num_chunks], kv[num_chunks:], strict=True), scale=scale)
-        z, lse = merge_over_ranks(z, lse, comm)
+    def forward(
+        ctx: Any, scale: float, comm: Communicator, wait: Merge, q: Tensor, *kv: Tensor
+    ) -> Tensor:
+        z, lse = wait()
         ctx.save_for_backward(q, z, lse, *kv)
         ctx.scale, ctx.comm = scale, comm
         return z.to(q.dtype)
@@ -37,40 +39,11 @@ class Encode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         q, z, lse, *kv = ctx.saved_tensors
-        dz = sum_state_gradient(dz, q.dtype, ctx.comm)
-        num_chunks = len(kv) // 2
-        dq = torch.zeros_like(q, dtype=dz.dtype)
-        grads = []
-        for k, v in zip(kv[:num_chunks], kv[num_chunks:], strict=True):
-            dq_chunk, *dkv = attend_backward(dz, q, k, v, z, lse, scale=ctx.scale)
-            dq += dq_chunk
-            grads.append(dkv)
-        dks, dvs = zip(*grads, strict=True)
-        return None, None, dq.to(q.dtype), *dks, *dvs
-
-
-def encode_chunks(
-    q: Tensor, chunks: Iterable[tuple[Tensor, Tensor]], *, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The encoder over this rank's chunks of keys and values, before the merge over ranks.
-
-    q [B, H, M, D], chunks of k and v [B, H, n, D] -> (o [B, H, M, D], lse [B, H, M]) in the
-    statistics' dtype. Communication: none.
-    """
-    merged = RunningMerge()
-    for k, v in chunks:
-        o, lse = attend(q, k, v, scale=scale)
-        merged.add(o.to(lse.dtype), lse)
-    return merged.result()
-
-
-def sum_state_gradient(dz: Tensor, dtype: torch.dtype, comm: Communicator) -> Tensor:
-    """The gradient of a replicated tensor from the ranks' partial sums, in the statistics' dtype.
-
-    The rounding must not grow with the number of ranks. Communication: one all-reduce.
-    """
-    dz = dz.to(statistics_dtype(dtype), copy=True, memory_format=torch.contiguous_format)
-    return comm.all_reduce(dz)
+        half = len(kv) // 2
+        dq, dks, dvs = encode_backward(
+            dz, q, kv[:half], kv[half:], z, lse, scale=ctx.scale, comm=ctx.comm
+        )
+        return None, None, None, dq, *dks, *dvs
 
 
 class Decode(torch.autograd.Function):
@@ -121,14 +94,23 @@ def encode(
     """
     _check("encode", q, k, v)
     _check_same("encode", "k", k, "v", v, slice(2, 3))
-    return encode_chunked(q, [k], [v], scale=scale, comm=as_communicator(group))
+    return start_encode(q, [k], [v], scale=scale, comm=as_communicator(group))()
 
 
-def encode_chunked(
+def start_encode(
     q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], *, scale: float, comm: Communicator
-) -> Tensor:
-    """`encode` with this rank's tokens in chunks, which are never joined.  -> z [B, H, M, D]"""
-    return Encode.apply(float(scale), comm, q, *ks, *vs)  # type: ignore[no-any-return, no-untyped-call]
+) -> Callable[[], Tensor]:
+    """`encode` of tokens in chunks, in two parts: messages leave now, the result waits for them.
+
+    ks and vs are this rank's chunks, which are never joined -> a function that gives z. All ranks
+    must start and wait in the same order. In compiled code all happens in the second part.
+    """
+    if torch.compiler.is_compiling():
+        return lambda: compiled_encode(q, ks, vs, scale=scale, comm=comm)
+    with torch.no_grad():
+        partial = encode_chunks(q, zip(ks, vs, strict=True), scale=scale)
+        wait = start_merge(*partial, comm)
+    return lambda: Encode.apply(float(scale), comm, wait, q, *ks, *vs)  # type: ignore[no-untyped-call]
 
 
 def decode(k: Tensor, q: Tensor, z: Tensor, *, scale: float) -> Tensor:
@@ -144,19 +126,26 @@ def decode(k: Tensor, q: Tensor, z: Tensor, *, scale: float) -> Tensor:
     """
     _check("decode", k, q, z)
     _check_same("decode", "q", q, "z", z, slice(2, 3))
+    if torch.compiler.is_compiling():
+        return compiled_decode(k, q, z, scale=scale)
     return Decode.apply(k, q, z, float(scale))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _check(name: str, a: Tensor, b: Tensor, c: Tensor) -> None:
-    shapes = ", ".join(str(list(t.shape)) for t in (a, b, c))
     if not a.ndim == b.ndim == c.ndim == 4 or not a.shape[:2] == b.shape[:2] == c.shape[:2]:
         raise ValueError(
-            f"{name}: shapes {shapes} need 4 dimensions [B, H, tokens, D] with equal B, H"
+            f"{name}: shapes {_shapes(a, b, c)} need 4 dimensions [B, H, tokens, D] with equal B, H"
         )
     if a.shape[-1] != b.shape[-1]:
-        raise ValueError(f"{name}: shapes {shapes} need equal head widths of queries and keys")
+        raise ValueError(
+            f"{name}: shapes {_shapes(a, b, c)} need equal head widths of queries and keys"
+        )
     if not a.dtype == b.dtype == c.dtype:
         raise ValueError(f"{name}: dtypes {a.dtype}, {b.dtype}, {c.dtype} differ; cast them to one")
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return ", ".join(str(list(t.shape)) for t in tensors)
 
 
 def _check_same(name: str, x: str, a: Tensor, y: str, b: Tensor, dims: slice) -> None:

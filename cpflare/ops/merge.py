@@ -6,6 +6,8 @@ their scores. No tokens at all are O = 0, L = -inf, the neutral element.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -57,26 +59,48 @@ class RunningMerge:
         return merge_partials(torch.stack(outputs), torch.stack(sums))
 
 
+Merge = Callable[[], tuple[Tensor, Tensor]]
+"""A merge that has been started; the call waits for its result."""
+
+
 def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
     """Merge every rank's partial result; the same value comes out on all ranks.
+
+    See `start_merge`.
+    """
+    return start_merge(o, lse, comm)()
+
+
+def start_merge(o: Tensor, lse: Tensor, comm: Communicator) -> Merge:
+    """Start merging every rank's partial result, so that this rank can compute meanwhile.
 
     o [B, H, M, D], lse [B, H, M], both fp32 or both fp64, of this rank's tokens -> the same shapes,
     of all tokens.
 
     Communication: up to `GATHER_UP_TO` ranks one all-gather of B·H·M·(D+1) values; for more, an
-    all-reduce (max) of B·H·M values and one (sum) of B·H·M·(D+1). Independent of the tokens.
+    all-reduce (max) of B·H·M values and one (sum) of B·H·M·(D+1), of which the first is on its way
+    when this returns. Independent of the tokens.
     """
     assert o.dtype == lse.dtype
     if comm.size == 1:
-        return o, lse
+        return lambda: (o, lse)
     if comm.size <= GATHER_UP_TO:
-        packed = comm.all_gather(torch.cat([o, lse[..., None]], dim=-1))  # [R, B, H, M, D+1]
-        return merge_partials(packed[..., :-1], packed[..., -1])
-    top = comm.all_reduce(lse.clone(memory_format=torch.contiguous_format), "max")
-    weights = weights_of(lse, top)
-    packed = torch.cat([weights[..., None] * o, weights[..., None]], dim=-1)
-    packed = comm.all_reduce(packed)
-    return _normalise(packed[..., :-1], packed[..., -1], top)
+        gather = comm.start_all_gather(torch.cat([o, lse[..., None]], dim=-1))
+
+        def from_gathered() -> tuple[Tensor, Tensor]:
+            packed = gather()  # [R, B, H, M, D+1]
+            return merge_partials(packed[..., :-1], packed[..., -1])
+
+        return from_gathered
+    maximum = comm.start_all_reduce(lse.clone(memory_format=torch.contiguous_format), "max")
+
+    def from_sums() -> tuple[Tensor, Tensor]:
+        top = maximum()
+        weights = weights_of(lse, top)
+        packed = comm.all_reduce(torch.cat([weights[..., None] * o, weights[..., None]], dim=-1))
+        return _normalise(packed[..., :-1], packed[..., -1], top)
+
+    return from_sums
 
 
 def _normalise(numerator: Tensor, mass: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ for a single rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cpflare.ops.attention import statistics_dtype
-from cpflare.ops.encode import encode_chunked
+from cpflare.ops.encode import start_encode
 from cpflare.parallel.comm import Communicator
 
 
@@ -55,7 +55,13 @@ class Reducer:
 
         [B, H, M, D], [B, H, n, D] twice -> [B, H, M, D]
         """
-        return encode_chunked(q, ks, vs, scale=scale, comm=self.comm)
+        return self.start_softmax(q, ks, vs, scale=scale)()
+
+    def start_softmax(
+        self, q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], *, scale: float
+    ) -> Callable[[], Tensor]:
+        """`softmax` in two parts: the messages leave now, the call of the result waits for them."""
+        return start_encode(q, ks, vs, scale=scale, comm=self.comm)
 
     def sum(self, partial: Tensor) -> Tensor:
         """The sum of the ranks' partial sums, the same on all ranks.

@@ -53,12 +53,14 @@ class Part:
             return t
         return t[:, None].expand(-1, self.count, *t.shape[1:]).flatten(0, 1)
 
-    def join(self, t: Tensor) -> Tensor:
-        """Undo `cut`.  [B·S, H, n, ...] -> [B, H, S·n, ...]"""
-        if self.count == 1:
-            return t
+    def put(self, out: Tensor, t: Tensor) -> None:
+        """Undo `cut`: write what the slices yield into their rows of a long tensor.
+
+        t [B·S, H, n, ...] into out [B, H, N, ...]
+        """
+        rows = out[:, :, self.start : self.start + self.count * self.length]
         unfolded: Tensor = t.unflatten(0, (-1, self.count))  # [B, S, H, n, ...]
-        return unfolded.transpose(1, 2).flatten(2, 3)
+        rows.unflatten(2, (self.count, self.length)).copy_(unfolded.transpose(1, 2))
 
     def slices(self, t: Tensor) -> tuple[Tensor, ...]:
         """What each slice yields for the short side.  [B·S, H, M, ...] -> S times [B, H, M, ...]"""

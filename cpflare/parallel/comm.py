@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,14 +17,19 @@ from torch import Tensor
 # torch 2.13 renamed it and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+Result = Callable[[], Tensor]
+"""A collective that is on its way; the call waits for its result."""
+
+_keys = itertools.count(1)
+
 
 @dataclass
 class Traffic:
     """What a rank has sent through a communicator.
 
     `bytes` counts the payload a rank hands to each collective (its own buffer, once), `seconds` the
-    time between the call and its result: wall time on CPU, where a collective blocks, and the
-    time between CUDA events on a GPU.
+    time that this rank spends in sending and waiting, not what it computes meanwhile: wall time on
+    CPU, the time between CUDA events on a GPU.
     """
 
     calls: dict[str, int] = field(default_factory=dict)
@@ -37,15 +45,28 @@ class Communicator:
     """The ranks of one process group, seen from one of them.
 
     Every collective takes and returns contiguous tensors: gloo reduces a non-contiguous view
-    wrongly without saying so. With one rank (or no group) nothing is sent.
+    wrongly without saying so. With one rank (or no group) nothing is sent. `key` stands for the
+    communicator where only a number can be passed on.
     """
 
+    _by_key: ClassVar[weakref.WeakValueDictionary[int, Communicator]] = (
+        weakref.WeakValueDictionary()
+    )
+
     def __init__(self, group: dist.ProcessGroup | None) -> None:
+        # One rank by itself is like any other; its key outlives it.
+        self.key = 0 if group is None else next(_keys)
+        self._by_key[self.key] = self
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.traffic = Traffic()
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @classmethod
+    def of_key(cls, key: int) -> Communicator:
+        """The communicator of a key, which must be alive."""
+        return Communicator(None) if key == 0 else cls._by_key[key]
 
     def take_traffic(self) -> Traffic:
         """The traffic since the last call of this method."""
@@ -61,26 +82,57 @@ class Communicator:
 
         Communication: one all-reduce of the tensor's bytes.
         """
+        return self.start_all_reduce(tensor, op)()
+
+    def start_all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Result:
+        """`all_reduce` in two parts: it is on its way now, and the call of the result waits for it.
+
+        `tensor` must be left alone until then.
+        """
         if self.size == 1:
-            return tensor
+            return lambda: tensor
         tensor = tensor.contiguous()
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        with self._counted(f"all_reduce_{op}", tensor):
-            dist.all_reduce(tensor, op=reduce_op, group=self.group)
-        return tensor
+        return self._start(
+            f"all_reduce_{op}",
+            tensor,
+            lambda: dist.all_reduce(tensor, op=reduce_op, group=self.group, async_op=True),
+            tensor,
+        )
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack every rank's tensor of one common shape.  [...] -> [R, ...]
 
         Communication: one all-gather of the tensor's bytes.
         """
+        return self.start_all_gather(tensor)()
+
+    def start_all_gather(self, tensor: Tensor) -> Result:
+        """`all_gather` in two parts, as `start_all_reduce`."""
         if self.size == 1:
-            return tensor[None]
+            return lambda: tensor[None]
         tensor = tensor.contiguous()
-        gathered = tensor.new_empty((self.size * tensor.numel(),))
-        with self._counted("all_gather", tensor):
-            _all_gather(gathered, tensor.view(-1), group=self.group)
-        return gathered.view(self.size, *tensor.shape)
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        return self._start(
+            "all_gather",
+            tensor,
+            lambda: _all_gather(gathered.view(-1), tensor.view(-1), self.group, async_op=True),
+            gathered,
+        )
+
+    def _start(
+        self, kind: str, tensor: Tensor, send: Callable[[], dist.Work], result: Tensor
+    ) -> Result:
+        """Send; the call of the result waits. What counts as its time is the time in both."""
+        with self._counted(kind, tensor):
+            work = send()
+
+        def wait() -> Tensor:
+            with self._timed(tensor):
+                work.wait()
+            return result
+
+        return wait
 
     def gather_rows(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor | None:
         """Bring the shards' rows together on rank 0.  [n_r, ...] -> [sum n_r, ...] or None
@@ -130,35 +182,28 @@ class Communicator:
             bytes(row[:count].tolist()).decode() for row, count in zip(rows, counts, strict=True)
         ]
 
-    def _counted(self, kind: str, tensor: Tensor) -> _Counted:
-        return _Counted(self, kind, tensor)
+    @contextmanager
+    def _counted(self, kind: str, tensor: Tensor) -> Iterator[None]:
+        """Count one collective, and time it."""
+        with self._timed(tensor):
+            yield
+        traffic = self.traffic
+        traffic.calls[kind] = traffic.calls.get(kind, 0) + 1
+        traffic.bytes += tensor.numel() * tensor.element_size()
 
-    def add_events(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> None:
-        """Remember a pair of CUDA events, so that their time is read later without waiting now."""
-        self._events.append((start, stop))
-
-
-class _Counted:
-    """Counts one collective and times it."""
-
-    def __init__(self, comm: Communicator, kind: str, tensor: Tensor) -> None:
-        self.comm, self.kind, self.tensor = comm, kind, tensor
-
-    def __enter__(self) -> None:
-        if self.tensor.is_cuda:
-            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            self.events[0].record()
-        self.start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        traffic = self.comm.traffic
-        traffic.calls[self.kind] = traffic.calls.get(self.kind, 0) + 1
-        traffic.bytes += self.tensor.numel() * self.tensor.element_size()
-        if self.tensor.is_cuda:
-            self.events[1].record()
-            self.comm.add_events(self.events[0], self.events[1])
+    @contextmanager
+    def _timed(self, tensor: Tensor) -> Iterator[None]:
+        """Add the time spent inside; that of a GPU is read later, without waiting now."""
+        if tensor.is_cuda:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            stop.record()
+            self._events.append((start, stop))
         else:
-            traffic.seconds += time.perf_counter() - self.start
+            begin = time.perf_counter()
+            yield
+            self.traffic.seconds += time.perf_counter() - begin
 
 
 def as_communicator(group: dist.ProcessGroup | Communicator | None) -> Communicator:

@@ -17,7 +17,7 @@ from cpflare.config import Config
 from cpflare.data.loader import Sample, ShardReader, Step, prefetch
 from cpflare.data.sampler import Sampler, Window
 from cpflare.errors import ConfigError
-from cpflare.parallel.comm import Communicator, Traffic
+from cpflare.parallel.comm import Communicator, Result, Traffic
 from cpflare.parallel.partition import shard_bounds
 from cpflare.parallel.topology import Topology
 from cpflare.precision import weight_dtype
@@ -30,10 +30,10 @@ Stepper = Callable[[Step], dict[str, Any]]
 
 
 class Recorder(Communicator):
-    """A communicator that keeps counts over the steps, and may wait before each collective.
+    """A communicator that keeps counts over the steps, and may hold each collective up.
 
-    The wait of `delay_s` stands for a slow network where none can be built; it is part of the
-    communication's time.
+    A result comes `delay_s` after its collective was sent at the earliest, which stands for a slow
+    network where none can be built; waiting for it is part of the communication's time.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, delay_s: float = 0.0) -> None:
@@ -56,13 +56,21 @@ class Recorder(Communicator):
         self.calls, self.sent_bytes = {}, 0
         return counts
 
-    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        self._wait()
-        return super().all_reduce(tensor, op)
+    def start_all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Result:
+        return self._held_up(super().start_all_reduce(tensor, op))
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        self._wait()
-        return super().all_gather(tensor)
+    def start_all_gather(self, tensor: Tensor) -> Result:
+        return self._held_up(super().start_all_gather(tensor))
+
+    def _held_up(self, result: Result) -> Result:
+        arrival = time.perf_counter() + self.delay_s
+
+        def wait() -> Tensor:
+            tensor = result()
+            self._wait(arrival - time.perf_counter())
+            return tensor
+
+        return wait
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks of this rank's part.  [R, ...] -> [...]
@@ -71,7 +79,7 @@ class Recorder(Communicator):
         """
         if self.size == 1:
             return tensor[0]
-        self._wait()
+        self._wait(self.delay_s)
         tensor = tensor.contiguous()
         part = torch.empty_like(tensor[0])
         with self._counted("reduce_scatter", tensor):
@@ -80,14 +88,14 @@ class Recorder(Communicator):
 
     def count(self, kind: str, tensor: Tensor) -> None:
         """Count a collective that another library sends; its time is not known."""
-        self._wait()
+        self._wait(self.delay_s)
         self.traffic.calls[kind] = self.traffic.calls.get(kind, 0) + 1
         self.traffic.bytes += tensor.numel() * tensor.element_size()
 
-    def _wait(self) -> None:
-        if self.delay_s and self.size > 1:
-            time.sleep(self.delay_s)
-            self.traffic.seconds += self.delay_s
+    def _wait(self, seconds: float) -> None:
+        if self.delay_s and self.size > 1 and seconds > 0:
+            time.sleep(seconds)
+            self.traffic.seconds += seconds
 
 
 def record(topology: Topology, delay_s: float = 0.0) -> Topology:

@@ -1,0 +1,95 @@
+"""Compiling the token-local parts of a model; what lets tokens meet stays as it is.
+
+A part is compiled for a chunk and not for a shard, so that both executors use the same code and
+many chunks do not make a long program. A whole block compiles too, as one graph, with
+`torch.compile(block, fullgraph=True)`: its encoder and decoder are registered operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpflare.models import Backbone
+from cpflare.models.backbone import Block, Drop
+from cpflare.models.mixer import State, Tokens
+
+
+def compile_local(model: Backbone) -> Backbone:
+    """Compile a model's token-local parts; returns the same model.
+
+    They are compiled when they first run, and again where a chunk has another size, from then on
+    for any size. Dropout, and chunks without tokens, run eagerly.
+    """
+    model.in_proj.compile()
+    model.out_norm.compile()
+    model.out_proj.compile()
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.tokens = partial(_tokens, block)  # type: ignore[method-assign]
+        block.mix = partial(_mix, block)  # type: ignore[method-assign]
+        block.feed = partial(_feed, block)  # type: ignore[method-assign]
+    return model
+
+
+def _tokens(block: Block, x: Tensor) -> Tokens:
+    """Tokens that make what one stage reads in one compiled call."""
+    eager = Block.tokens(block, x)
+    if x.shape[1] == 0:
+        return eager
+    groups: dict[str, tuple[str, ...]] = {name: (name,) for name in eager.names}
+    for stage in block.mixer.stages:
+        names = tuple(dict.fromkeys((stage.keys, stage.values)))
+        groups |= dict.fromkeys(names, names)
+
+    def maker(name: str) -> Callable[[Tokens], Tensor]:
+        def make(tokens: Tokens) -> Tensor:
+            made = _compiled(_read)(block, x, groups[name])
+            tokens.computed |= dict(zip(groups[name], made, strict=True))
+            return tokens.computed[name]
+
+        return make
+
+    return Tokens({name: maker(name) for name in eager.names})
+
+
+def _mix(block: Block, x: Tensor, tokens: Tokens, state: State, drop: Drop | None) -> Tensor:
+    if drop is not None or x.shape[1] == 0:
+        return Block.mix(block, x, tokens, state, drop)
+    out: Tensor = _compiled(_mix_computed)(block, x, tokens.computed, state)
+    return out
+
+
+def _feed(block: Block, x: Tensor, drop: Drop | None) -> Tensor:
+    if drop is not None or x.shape[1] == 0:
+        return Block.feed(block, x, drop)
+    out: Tensor = _compiled(_feed_alone)(block, x)
+    return out
+
+
+# What is compiled. The block is an argument, so that all blocks share one program.
+
+
+def _read(block: Block, x: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+    tokens = Block.tokens(block, x)
+    return tuple(tokens[name] for name in names)
+
+
+def _mix_computed(block: Block, x: Tensor, computed: Mapping[str, Tensor], state: State) -> Tensor:
+    tokens = Block.tokens(block, x)
+    tokens.computed.update(computed)
+    return Block.mix(block, x, tokens, state, None)
+
+
+def _feed_alone(block: Block, x: Tensor) -> Tensor:
+    return Block.feed(block, x, None)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # The first use of torch.compile imports the compiler, which takes seconds.
+    return torch.compile(function, fullgraph=True)

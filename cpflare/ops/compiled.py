@@ -1,0 +1,178 @@
+"""Encoder and decoder as registered operators, which torch.compile takes as they are.
+
+`cpflare::encode` and `cpflare::decode` and their backwards are opaque to the compiler: it reads
+their shapes and layouts from the fake implementations and compiles what is around them into one
+graph. Eager code takes the autograd Functions of `cpflare.ops.encode`, which can overlap messages
+with compute. An operator takes no Python object: a communicator travels as its key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from cpflare.ops.attention import attend, attend_backward, empty_output, statistics_dtype
+from cpflare.ops.encoder import encode_backward, encode_chunks
+from cpflare.ops.merge import merge_over_ranks
+from cpflare.parallel.comm import Communicator
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+library = torch.library.Library("cpflare", "DEF")
+library.define(
+    "encode(Tensor q, Tensor[] ks, Tensor[] vs, float scale, int comm) -> (Tensor, Tensor)"
+)
+library.define(
+    "encode_backward(Tensor dz, Tensor q, Tensor[] ks, Tensor[] vs, Tensor z, Tensor lse, "
+    "float scale, int comm) -> Tensor[]"
+)
+library.define("decode(Tensor k, Tensor q, Tensor z, float scale) -> (Tensor, Tensor)")
+library.define(
+    "decode_backward(Tensor dy, Tensor k, Tensor q, Tensor z, Tensor y, Tensor lse, float scale) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+
+def compiled_encode(
+    q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], *, scale: float, comm: Communicator
+) -> Tensor:
+    """`cpflare.ops.encode.start_encode`, both parts, in code that is being compiled."""
+    z, _ = torch.ops.cpflare.encode(q, list(ks), list(vs), float(scale), comm.key)
+    out: Tensor = z.to(q.dtype)
+    return out
+
+
+def compiled_decode(k: Tensor, q: Tensor, z: Tensor, *, scale: float) -> Tensor:
+    """`cpflare.ops.encode.decode` in code that is being compiled."""
+    y: Tensor
+    y, _ = torch.ops.cpflare.decode(k, q, z, float(scale))
+    return y
+
+
+def _real(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Register what an operator does, on every device."""
+    register: Callable[[Callable[P, T]], Callable[P, T]]
+    register = torch.library.impl(library, name, "CompositeExplicitAutograd")
+    return register
+
+
+def _fake(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Register an operator's shapes, dtypes and layouts."""
+    register: Callable[[Callable[P, T]], Callable[P, T]]
+    register = torch.library.register_fake(f"cpflare::{name}", lib=library)
+    return register
+
+
+# ---- encode -------------------------------------------------------------------------------------
+
+
+@_real("encode")
+def _encode(
+    q: Tensor, ks: list[Tensor], vs: list[Tensor], scale: float, comm: int
+) -> tuple[Tensor, Tensor]:
+    partial = encode_chunks(q, zip(ks, vs, strict=True), scale=scale)
+    z, lse = merge_over_ranks(*partial, Communicator.of_key(comm))
+    return z.contiguous(), lse.contiguous()
+
+
+@_fake("encode")
+def _encode_fake(
+    q: Tensor, ks: list[Tensor], vs: list[Tensor], scale: float, comm: int
+) -> tuple[Tensor, Tensor]:
+    stats = statistics_dtype(q.dtype)
+    z = q.new_empty((*q.shape[:-1], vs[0].shape[-1]), dtype=stats)
+    return z, q.new_empty(q.shape[:-1], dtype=stats)
+
+
+@_real("encode_backward")
+def _encode_backward(
+    dz: Tensor,
+    q: Tensor,
+    ks: list[Tensor],
+    vs: list[Tensor],
+    z: Tensor,
+    lse: Tensor,
+    scale: float,
+    comm: int,
+) -> list[Tensor]:
+    dq, dks, dvs = encode_backward(
+        dz, q, ks, vs, z, lse, scale=scale, comm=Communicator.of_key(comm)
+    )
+    return [dq, *dks, *dvs]
+
+
+@_fake("encode_backward")
+def _encode_backward_fake(
+    dz: Tensor,
+    q: Tensor,
+    ks: list[Tensor],
+    vs: list[Tensor],
+    z: Tensor,
+    lse: Tensor,
+    scale: float,
+    comm: int,
+) -> list[Tensor]:
+    return [q.new_empty(q.shape), *map(torch.empty_like, ks), *map(torch.empty_like, vs)]
+
+
+def _encode_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, ks, vs, ctx.scale, ctx.comm = inputs
+    ctx.chunks = len(ks)
+    ctx.save_for_backward(q, *output, *ks, *vs)
+
+
+def _encode_autograd(ctx: Any, dz: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+    q, z, lse, *kv = ctx.saved_tensors
+    ks, vs = kv[: ctx.chunks], kv[ctx.chunks :]
+    dq, *grads = torch.ops.cpflare.encode_backward(dz, q, ks, vs, z, lse, ctx.scale, ctx.comm)
+    return dq, grads[: ctx.chunks], grads[ctx.chunks :], None, None
+
+
+torch.library.register_autograd(
+    "cpflare::encode", _encode_autograd, setup_context=_encode_setup, lib=library
+)
+
+# ---- decode -------------------------------------------------------------------------------------
+
+
+@_real("decode")
+def _decode(k: Tensor, q: Tensor, z: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return attend(k, q, z, scale=scale)
+
+
+@_fake("decode")
+def _decode_fake(k: Tensor, q: Tensor, z: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return empty_output(k, z), k.new_empty(k.shape[:-1], dtype=statistics_dtype(k.dtype))
+
+
+@_real("decode_backward")
+def _decode_backward(
+    dy: Tensor, k: Tensor, q: Tensor, z: Tensor, y: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return attend_backward(dy, k, q, z, y, lse, scale=scale)
+
+
+@_fake("decode_backward")
+def _decode_backward_fake(
+    dy: Tensor, k: Tensor, q: Tensor, z: Tensor, y: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(k), torch.empty_like(q), torch.empty_like(z)
+
+
+def _decode_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    k, q, z, ctx.scale = inputs
+    ctx.save_for_backward(k, q, z, *output)
+
+
+def _decode_autograd(ctx: Any, dy: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+    k, q, z, y, lse = ctx.saved_tensors
+    return *torch.ops.cpflare.decode_backward(dy, k, q, z, y, lse, ctx.scale), None
+
+
+torch.library.register_autograd(
+    "cpflare::decode", _decode_autograd, setup_context=_decode_setup, lib=library
+)
