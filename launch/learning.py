@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from cpflare.config import load_config
 from cpflare.data.store import Store
 from cpflare.evaluate.metrics import evaluate_case, mean_over_cases
+from cpflare.report.study import describe_machine
 from launch.embedded import EMBEDDED, ensure_embedded_store
 
 
@@ -67,8 +66,7 @@ def main() -> None:
     store = Store.open(path)
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads in all",
-        "torch": torch.__version__,
+        "machine": describe_machine(),
         "ranks": options.ranks,
         "split": options.split,
         "cases": {name: len(cases) for name, cases in store.splits.items()},

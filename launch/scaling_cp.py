@@ -136,6 +136,8 @@ def measure(
     """
     between = Communicator(topology.world_comm.group)
     between.gather_texts("connected")
+    import torch._dynamo  # noqa: F401  (75 MB that torch's optimisers import when one is made)
+
     meter = Meter(topology.device)  # all is imported and connected, nothing is built
     loading: dict[str, Any] | None = None
     steps: Iterator[Step]

@@ -240,6 +240,34 @@ def count_on_ranks(rank, world_size, variant, engine, inputs, targets, sizes):
 
 
 @pytest.mark.parametrize(("mixer", "encoders"), [("flare", 1), ("flarepp", 2), ("none", 0)])
+def test_frozen_parameters_get_no_gradient_and_the_others_the_same():
+    inputs, targets = draw(20)
+    gradients = []
+    for executor in (None, StreamedExecutor()):
+        model = build(FLAREPP)
+        for part in (model.in_proj, model.blocks[0], model.blocks[1].mixer.key_proj):
+            part.requires_grad_(False)
+        model.executor, model.chunk_tokens = executor, 7
+        loss_of(model(inputs), targets, targets.numel()).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    expected, found = gradients
+    assert {name for name, g in found.items() if g is None} == {
+        name for name, g in expected.items() if g is None
+    }
+    known = {name: g for name, g in expected.items() if g is not None}
+    assert worst({name: found[name] for name in known}, known)[0] < EXACT
+
+
+def test_a_second_backward_is_refused_with_the_mend():
+    model = build(FLAREPP)
+    model.executor = StreamedExecutor()
+    inputs, targets = draw(20)
+    loss = loss_of(model(inputs), targets, targets.numel())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="run the forward again"):
+        loss.backward()
+
+
 @pytest.mark.parametrize(
     "engine",
     [

@@ -80,13 +80,15 @@ def predicting(model: Backbone, num_tokens: int, engine: EngineConfig) -> Iterat
     limit = parse_bytes(engine.memory_limit)
     if limit is not None:
         per_token = model.width * parameter.element_size()
-        free = limit - _held(parameter.device)
+        outputs = num_tokens * model.out_proj.fc2.out_features * parameter.element_size()
+        free = limit - _held(parameter.device) - outputs
         keep_none = free - num_tokens * per_token < _WORKING_SET * per_token * min(chunk, 256)
         fits = (free - (0 if keep_none else num_tokens * per_token)) // (_WORKING_SET * per_token)
         if fits < 1:
             raise ConfigError(
                 f"engine.memory_limit={engine.memory_limit} is below the {_held(parameter.device)} "
-                "bytes that the process holds before the model runs; raise it or use more ranks"
+                f"bytes that the process holds before the model runs and the {outputs} of its "
+                "outputs; raise it or use more ranks"
             )
         chunk = min(chunk, fits)
         if keep_none:

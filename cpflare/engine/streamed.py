@@ -79,6 +79,11 @@ class Streamed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_outputs: Tensor) -> tuple[Tensor | None, None, None]:
         (inputs,) = ctx.saved_tensors
+        if ctx.sweep.is_spent:
+            raise RuntimeError(
+                "the streamed executor frees block inputs as its backward goes; for a second "
+                "backward run the forward again"
+            )
         return ctx.sweep.backward(inputs, d_outputs, ctx.needs_input_grad[0]), None, None
 
 
@@ -119,6 +124,7 @@ class Sweep:
         self.model, self.store, self.keep_every = model, store, keep_every
         self.chunks = list(zip(bounds, drops, strict=True))
         self.memories: list[BlockMemory] = []
+        self.is_spent = False
         self.autocast = _current_autocast(next(model.parameters()).device)
 
     @property
@@ -196,6 +202,7 @@ class Sweep:
 
         Communication: one all-reduce a stage.
         """
+        self.is_spent = True
         last = len(self.memories)
         grads = ActivationStore(self.store.tokens)  # of the input of the block at hand, at index 0
         for rows, _ in self.chunks:
@@ -276,7 +283,8 @@ class Sweep:
         """Compute again with gradients, and back-propagate `grad` through it into the leaves."""
         with torch.enable_grad(), self.autocast():
             out = compute(*arguments)
-        torch.autograd.backward(out, grad.to(out.dtype))
+        if out.requires_grad:  # not where parameters are frozen
+            torch.autograd.backward(out, grad.to(out.dtype))
 
 
 def _emit_chunk(block: Block, x: Tensor, state: State, drop: Drop | None) -> Tensor:

@@ -16,7 +16,7 @@ from cpflare.models.recompute import recomputed
 from cpflare.ops import Reducer
 from cpflare.ops.random import token_dropout
 
-CPU_CHUNK_BYTES = 2**21
+CPU_CHUNK_BYTES = 2**20
 """Bytes of one activation of a chunk on a CPU."""
 
 _CHUNK_LENGTHS = 64
