@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Sets up an environment, then lints, type-checks, checks the direction of imports and runs all tests.
 # Arguments go to pytest:  bash tests/run.sh -k encode
+# With INSTALL_PACKAGES=1, as root on Debian, it installs SLURM and iproute2 for the tests that need them;
+# elsewhere those are skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -8,6 +10,13 @@ python="${PYTHON:-python3}"
 venv="${VENV:-.venv}"
 if [ ! -x "$venv/bin/python" ]; then
     "$python" -m venv "$venv"
+fi
+packages=(slurmctld slurmd slurm-client munge iproute2)
+if [ "${INSTALL_PACKAGES:-0}" = 1 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
+    ! dpkg --status "${packages[@]}" >/dev/null 2>&1; then
+    export DEBIAN_FRONTEND=noninteractive
+    { apt-get -qq update && apt-get -qq install --yes --no-install-recommends "${packages[@]}"; } >/dev/null ||
+        echo "notice: ${packages[*]} can't be installed; their tests are skipped" >&2
 fi
 # The wanted torch first and by itself: its version decides between a CPU and a CUDA build.
 "$venv/bin/pip" install --quiet "$(grep '^torch==' constraints.txt)"

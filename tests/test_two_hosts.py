@@ -1,13 +1,15 @@
-"""Two hosts on one machine: the link's latency and rate are what was asked for."""
+"""Two hosts on one machine: the link is what was asked for, and a run ends when it is cut."""
 
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from stores import SMALL, read_metrics, write_store
 
 from cpflare.errors import TopologyError
 from launch.two_hosts import ADDRESSES, two_hosts
@@ -69,6 +71,55 @@ def test_rate_is_limited():
         subprocess.run(sender, check=True, timeout=60)
         rate = float(receiver.communicate(timeout=60)[0])
     assert 20 < rate < 110
+
+
+@needs_namespaces
+def test_a_run_over_two_hosts_ends_on_both_with_the_reason_when_the_link_is_cut(tmp_path):
+    store = write_store(tmp_path / "store")
+    run_dir, timeout_s = tmp_path / "run", 16
+    arguments = [
+        *(f"data.store={store.path}", f"run.dir={run_dir}", *SMALL),
+        *("train.steps=100000", "train.checkpoint_every=1", f"parallel.timeout_s={timeout_s}"),
+    ]
+    logs = [tmp_path / f"host_{host}.log" for host in range(2)]
+    with two_hosts() as hosts:
+        agents = [
+            subprocess.Popen(
+                hosts.ranks(host, "launch.train_cp", arguments, 29_641),
+                stdout=log.open("w"),
+                stderr=subprocess.STDOUT,
+                cwd=Path(__file__).parents[1],
+                env=os.environ | hosts.environment | {"OMP_NUM_THREADS": "1"},
+            )
+            for host, log in enumerate(logs)
+        ]
+        try:
+            deadline = time.monotonic() + 90
+            metrics = run_dir / "metrics.jsonl"
+            while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+                assert time.monotonic() < deadline, [log.read_text() for log in logs]
+                time.sleep(0.1)
+            down = ["link", "set", hosts.interface, "down"]
+            subprocess.run(["ip", "-n", hosts.names[0], *down], check=True)
+            cut = time.monotonic()
+            statuses = [agent.wait(timeout_s + 45) for agent in agents]  # the agents take longer
+            took = time.monotonic() - cut
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+    texts = [log.read_text() for log in logs]
+    assert all(statuses), (statuses, texts)
+    reasons = [[x for x in text.splitlines() if x.startswith("error:")] for text in texts]
+    assert "[rank 1]" in reasons[0][0], texts[0]
+    assert "[rank 0]" in reasons[1][0], texts[1]
+    for (reason,) in reasons:
+        assert "no sign of life for 12 s" in reason
+        assert "step" in reason
+    print(f"both sides had ended {took:.0f} s after the cut")
+    # What was written stands, and the run goes on from it.
+    assert read_metrics(run_dir)[-1]["step"] >= 5
+    assert list((run_dir / "checkpoints").glob("step_*"))
 
 
 def test_what_cannot_be_made_is_one_line(monkeypatch):
