@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # 75 MB that torch's optimisers import when the first is made
 
 from cpflare.config import Config
 from cpflare.data.loader import Step
@@ -136,8 +137,6 @@ def measure(
     """
     between = Communicator(topology.world_comm.group)
     between.gather_texts("connected")
-    import torch._dynamo  # noqa: F401  (75 MB that torch's optimisers import when one is made)
-
     meter = Meter(topology.device)  # all is imported and connected, nothing is built
     loading: dict[str, Any] | None = None
     steps: Iterator[Step]
