@@ -239,7 +239,6 @@ def count_on_ranks(rank, world_size, variant, engine, inputs, targets, sizes):
     return calls, engine_calls, worst(found, expected)
 
 
-@pytest.mark.parametrize(("mixer", "encoders"), [("flare", 1), ("flarepp", 2), ("none", 0)])
 def test_frozen_parameters_get_no_gradient_and_the_others_the_same():
     inputs, targets = draw(20)
     gradients = []
@@ -268,6 +267,7 @@ def test_a_second_backward_is_refused_with_the_mend():
         loss.backward()
 
 
+@pytest.mark.parametrize(("mixer", "encoders"), [("flare", 1), ("flarepp", 2), ("none", 0)])
 @pytest.mark.parametrize(
     "engine",
     [
