@@ -177,7 +177,9 @@ def test_scores_around_ten_thousand_neither_overflow_nor_lose_the_gradient(backe
     assert relative_error(found_lse, lse) < EXACT
     found = attend_backward(dz, q, k, v, found_z, found_lse, scale=SCALE, backend=backend)
     for value, expected in zip(found, gradients, strict=True):
-        assert relative_error(value, expected) < 1e-10
+        # dQ and dK multiply what is left of sum dS = 0 by 100: 1e-12 * 100; up to 2e-10 seen, which
+        # depends on the processor's kernels.
+        assert relative_error(value, expected) < 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
