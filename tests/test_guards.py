@@ -7,7 +7,6 @@ ranks. It is made inside the ranks and measured by the same functions as the tes
 from __future__ import annotations
 
 import functools
-import importlib
 from contextlib import contextmanager
 
 import pytest
@@ -16,11 +15,8 @@ from harness import run_ranks
 from test_encode import draw, encode_shard, errors, far_apart
 from test_models import FLAREPP, VARIANTS, compare, run_shard
 
-from cpflare.ops import merge
+from cpflare.ops import encoder, merge
 from cpflare.parallel.comm import Communicator
-
-# The package's attribute of this name is the function.
-encode_module = importlib.import_module("cpflare.ops.encode")
 
 # An unbroken comparison stays below 1e-10; a broken one must be off by whole percents.
 CLEAR = 0.02
@@ -38,14 +34,14 @@ def keep_dz_partial(patch):
 
 def use_local_statistics(patch, *, z_is_local, lse_is_local):
     """The backward's softmax or its coupling term comes from this rank's tokens alone."""
-    exact = encode_module.attend_backward
+    exact = encoder.attend_backward
 
     def broken(dz, q, k, v, z, lse, *, scale):
-        local_z, local_lse = encode_module.attend(q, k, v, scale=scale)
+        local_z, local_lse = encoder.attend(q, k, v, scale=scale)
         z, lse = local_z if z_is_local else z, local_lse if lse_is_local else lse
         return exact(dz, q, k, v, z, lse, scale=scale)
 
-    patch.setattr(encode_module, "attend_backward", broken)
+    patch.setattr(encoder, "attend_backward", broken)
 
 
 def average_the_outputs(patch):
@@ -131,14 +127,14 @@ def merge_without_the_maximum(rank, world_size, *args):
         mass = torch.exp(lse)
         return (mass[..., None] * o).sum(0) / mass.sum(0)[..., None], torch.log(mass.sum(0))
 
-    all_reduce = Communicator.all_reduce
+    start_all_reduce = Communicator.start_all_reduce
 
     def no_max(self, t, op="sum"):
-        return torch.zeros_like(t) if op == "max" else all_reduce(self, t, op)
+        return (lambda: torch.zeros_like(t)) if op == "max" else start_all_reduce(self, t, op)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merge, "merge_partials", merge_partials)
-        patch.setattr(Communicator, "all_reduce", no_max)
+        patch.setattr(Communicator, "start_all_reduce", no_max)
         return encode_shard(rank, world_size, *args)
 
 
