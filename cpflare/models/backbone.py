@@ -189,7 +189,7 @@ def chunk_bounds(x: Tensor, width: int, chunk_tokens: int | None) -> list[slice]
     bounds: list[slice] = []
     start = 0
     while start < x.shape[1] or not bounds:
-        stop = start + (size - len(bounds) % _CHUNK_LENGTHS if differ else size)
+        stop = start + (max(size - len(bounds) % _CHUNK_LENGTHS, 1) if differ else size)
         bounds.append(slice(start, stop))
         start = stop
     return bounds
