@@ -89,21 +89,22 @@ class Cluster:
             time.sleep(0.2)
         return shown
 
-    def start_now(self, job: str) -> None:
-        """Cut SLURM's two minutes before a requeued job short.
+    def start_again(self, job: str, restarts: int) -> None:
+        """Cut the two minutes short that SLURM waits before it starts a requeued job.
 
-        The controller sets them once the job's last process has gone, which may be after the job
-        shows as pending; an earlier update is lost.
+        The controller counts the restart, and sets the two minutes, once the job's last process has
+        gone. It keeps the old credential revoked by its time in whole seconds: a job that starts
+        within that second fails as "Job credential revoked".
         """
         deadline = time.monotonic() + SOON_S
-        while self.show(job)["JobState"] == "PENDING":
-            assert time.monotonic() < deadline, f"{self.show(job)}\n{self.logs()}"
-            update = ("scontrol", "update", f"JobId={job}", "StartTime=now")
-            subprocess.run(update, env=self.environment, check=False, timeout=120)
-            time.sleep(0.5)
+        while (shown := self.show(job))["Restarts"] != str(restarts):
+            assert time.monotonic() < deadline, f"{shown}\n{self.logs()}"
+            time.sleep(0.2)
+        time.sleep(3.0)
+        self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def logs(self) -> str:
-        return "\n".join(path.read_text()[-3000:] for path in self.state.parent.glob("*.log"))
+        return "\n".join(path.read_text()[-3000:] for path in self.state.glob("*.log"))
 
 
 def free_ports(count: int) -> int:
@@ -167,7 +168,7 @@ def test_a_run_is_signalled_preempted_requeued_and_ends_as_one_that_was_left_alo
     first = read_metrics(run_dir)[-1]["step"]
     assert first < STEPS, log.read_text()
 
-    cluster.start_now(job)
+    cluster.start_again(job, restarts=1)
     wait_for_step(cluster, run_dir, first + 5)
     other = cluster.submit(
         *("--nodes=2", "--exclusive", "--partition=high", "--output=/dev/null", "--wrap=true"),
@@ -177,7 +178,7 @@ def test_a_run_is_signalled_preempted_requeued_and_ends_as_one_that_was_left_alo
     assert first < second < STEPS, log.read_text()
     cluster.wait(other, {"COMPLETED"})
 
-    cluster.start_now(job)
+    cluster.start_again(job, restarts=2)
     shown = cluster.wait(job, {"COMPLETED", "FAILED"})
     text = log.read_text()
     assert shown["JobState"] == "COMPLETED", text
