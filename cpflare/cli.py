@@ -142,6 +142,27 @@ def export(
     print(written)
 
 
+@app.command(epilog=_example("cpflare convert data/cars.zarr data/curator --layout curator-v3"))
+def convert(
+    store: Annotated[Path, typer.Argument(help="a prepared store")],
+    out: Annotated[Path, typer.Argument(help="folder for one case each")],
+    layout: Annotated[str, typer.Option(help="curator-v2, curator-v3 or flare")],
+    case: Annotated[list[str] | None, typer.Option(help="only this case; may be repeated")] = None,
+) -> None:
+    """Write a store's cases as other projects read them: curator Zarr, or FLARE.py's .npy files."""
+    from tqdm import tqdm
+
+    from cpflare.data.store import Store
+    from cpflare.log import show_progress
+    from data_prep.interchange import write
+
+    opened = Store.open(store)
+    names = case or opened.cases
+    for name in tqdm(names, unit="case", disable=not show_progress(0)):
+        write(opened.case(name), out, layout)
+    print(f"{len(names)} cases in {out}")
+
+
 @app.command(epilog=_example("cpflare report runs/quickstart --predictions predictions"))
 def report(
     run_dir: Annotated[Path, typer.Argument(help="a training run")],

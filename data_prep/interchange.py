@@ -12,6 +12,7 @@ area vector is normal times area, and the offset is the middle of the rows' boun
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ CENTRES, NORMALS, AREAS, FIELDS = (
 )
 LAYOUTS = ("curator-v2", "curator-v3", "flare")
 _CHUNK = 500_000  # rows
+_ASIDE = ".partial"  # ends the name of what is being written
 _POINTS = re.compile(r"boundary_(.+)_points\.npy")
 
 
@@ -47,10 +49,10 @@ def is_layout(path: Path) -> bool:
 
 
 def find(folder: Path) -> list[Path]:
-    """All cases of the two layouts below a folder."""
+    """All cases of the two layouts below a folder, but those that were left half written."""
     groups = {p.parent for p in folder.rglob(CENTRES) if is_layout(p.parent)}
     files = {p for p in folder.rglob("boundary_*_points.npy") if is_layout(p)}
-    return sorted(groups | files)
+    return sorted(p for p in groups | files if _ASIDE not in "/".join(p.parts[-2:]))
 
 
 def parts(path: Path) -> list[Path]:
@@ -200,7 +202,9 @@ def _read_npy(path: Path) -> dict[str, Array]:
 def write(case: Case, out: Path, layout: str) -> Path:
     """Write a store's case in source order as `OUT/<case>.zarr` or `OUT/<case>/boundary_i_….npy`.
 
-    Raises: DataError for an unknown layout, or a case that lacks a field of it.
+    It is there whole or not at all. Returns what `prep` reads: the group, or the …_points.npy file.
+
+    Raises: DataError for an unknown layout, a case that lacks a field of it, or one that is there.
     """
     if layout not in LAYOUTS:
         raise DataError(f"layout={layout} is unknown; known are {', '.join(LAYOUTS)}")
@@ -212,14 +216,23 @@ def write(case: Case, out: Path, layout: str) -> Path:
     back = np.empty(case.num_rows, np.int64)
     back[rows.pop("cell_id")] = np.arange(case.num_rows)
     source = {name: values[back].astype(np.float32) for name, values in rows.items()}
+    path = out / (case.name if layout == "flare" else f"{case.name}.zarr")
+    if path.exists():
+        raise DataError(f"{path} is there already; remove it, or write to another folder")
+    aside = out / f".{path.name}{_ASIDE}"
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
     if layout == "flare":
-        return _write_npy(case.name, source, out)
-    return _write_curator(case, source, out, 2 if layout == "curator-v2" else 3)
+        written = path / _write_npy(case.name, source, aside)
+    else:
+        _write_curator(case, source, aside, 2 if layout == "curator-v2" else 3)
+        written = path
+    aside.rename(path)
+    return written
 
 
-def _write_curator(case: Case, source: dict[str, Array], out: Path, zarr_format: Any) -> Path:
-    path = out / f"{case.name}.zarr"
-    out.mkdir(parents=True, exist_ok=True)
+def _write_curator(case: Case, source: dict[str, Array], path: Path, zarr_format: Any) -> None:
     group = zarr.open_group(path, mode="w", zarr_format=zarr_format)
     arrays = {
         CENTRES: source["position"],
@@ -234,14 +247,11 @@ def _write_curator(case: Case, source: dict[str, Array], out: Path, zarr_format:
     group.update_attributes(
         {"source": str(case.attrs["source"]), "shear_sign": case.attrs["shear_sign"]}
     )
-    return path
 
 
-def _write_npy(name: str, source: dict[str, Array], out: Path) -> Path:
-    folder = out / name
-    folder.mkdir(parents=True, exist_ok=True)
+def _write_npy(name: str, source: dict[str, Array], folder: Path) -> str:
     number = name.removeprefix("run_")
     ends = {"position": "points", "normal": "normals", "pressure": "p", "wall_shear": "tau"}
     for field, end in ends.items():
         np.save(folder / f"boundary_{number}_{end}.npy", source[field])
-    return folder / f"boundary_{number}_points.npy"
+    return f"boundary_{number}_points.npy"

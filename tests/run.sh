@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up an environment, then lints, type-checks, checks the direction of imports and runs all tests.
 # Arguments go to pytest:  bash tests/run.sh -k encode
-# With INSTALL_PACKAGES=1, as root on Debian, it installs SLURM and iproute2 for the tests that need them;
+# With INSTALL_PACKAGES=1, as root on Debian, it installs SLURM, iproute2 and g++ for the tests that need them;
 # elsewhere those are skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +11,7 @@ venv="${VENV:-.venv}"
 if [ ! -x "$venv/bin/python" ]; then
     "$python" -m venv "$venv"
 fi
-packages=(slurmctld slurmd slurm-client munge iproute2)
+packages=(slurmctld slurmd slurm-client munge iproute2 g++)
 if [ "${INSTALL_PACKAGES:-0}" = 1 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
     ! dpkg --status "${packages[@]}" >/dev/null 2>&1; then
     export DEBIAN_FRONTEND=noninteractive

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,10 +13,14 @@ from test_streamed import EXACT, FLAREPP, SIZES, build, draw, run, worst
 
 from cpflare.config import EngineConfig
 from cpflare.engine import configure, parallelize
+from cpflare.errors import ConfigError
 from cpflare.ops import Reducer, decode, encode
 from cpflare.ops.compiled import compiled_decode, compiled_encode
 from cpflare.parallel.comm import Communicator
 
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler"
+)
 COMPILING_S = 300.0
 """Two ranks compile side by side, on as many cores at best."""
 
@@ -47,6 +54,12 @@ def test_operators_are_registered_as_torch_wants_them(tokens, dtype):
         torch.library.opcheck(
             operator.default, arguments, test_utils=("test_schema", "test_faketensor")
         )
+
+
+def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-c++")
+    with pytest.raises(ConfigError, match=r"needs the C\+\+ compiler no-such-c\+\+.*CXX"):
+        configure(build(FLAREPP), EngineConfig(compile=True))
 
 
 def test_operators_equal_the_eager_functions():
@@ -96,6 +109,7 @@ def compare_blocks(rank, world_size, variant, sizes, x):
     return worst({k.removeprefix("_orig_mod."): v for k, v in found.items()}, expected)
 
 
+@needs_compiler
 def test_a_block_compiles_to_one_graph_on_two_ranks():
     x = torch.randn(2, 20, SIZES["channels"], dtype=torch.float64)
     for error, name in run_ranks(2, compare_blocks, FLAREPP, [14, 6], x, timeout_s=COMPILING_S):
@@ -120,6 +134,7 @@ def compare_engines(rank, world_size, variant, sizes, inputs, targets):
     return errors
 
 
+@needs_compiler
 def test_both_executors_give_the_eager_answers_when_compiled():
     sizes = [16, 0]
     case = (FLAREPP, sizes, *draw(sum(sizes)))

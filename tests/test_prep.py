@@ -16,6 +16,7 @@ import pytest
 import zarr
 from surfaces import REAL, cube, tube
 
+from cpflare import cli
 from cpflare.data import Store
 from cpflare.data.store import MARK
 from cpflare.data.verify import inspect_store
@@ -98,16 +99,16 @@ def test_the_store_holds_the_rows_of_the_files(tmp_path):
 
 def test_one_and_several_workers_make_the_same_store(tmp_path):
     data = make(tmp_path / "data", 4)
-    inside = prep(data, tmp_path / "a")
-    outside = prep(data, tmp_path / "b", workers=3)
-    assert inside.ok
-    assert outside.ok
-    one, two = Store.open(tmp_path / "a"), Store.open(tmp_path / "b")
-    assert one.identity == two.identity
-    assert one.statistics.hash == two.statistics.hash
-    files = [p.relative_to(one.path) for p in one.path.rglob("*") if p.is_file()]
-    for file in files:
-        assert (one.path / file).read_bytes() == (two.path / file).read_bytes(), file
+    for workers in (0, 1, 4):
+        assert prep(data, tmp_path / str(workers), workers=workers).ok
+    inside = Store.open(tmp_path / "0")
+    files = [p.relative_to(inside.path) for p in inside.path.rglob("*") if p.is_file()]
+    for workers in (1, 4):
+        outside = Store.open(tmp_path / str(workers))
+        assert outside.identity == inside.identity
+        assert outside.statistics.hash == inside.statistics.hash
+        for file in files:
+            assert (outside.path / file).read_bytes() == (inside.path / file).read_bytes(), file
 
 
 def test_another_seed_is_another_order_of_the_same_rows(tmp_path):
@@ -411,12 +412,18 @@ def test_options_that_contradict_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("layout", interchange.LAYOUTS)
-def test_layouts_of_others_go_out_and_come_back(tmp_path, layout):
+def test_layouts_of_others_go_out_and_come_back(tmp_path, layout, monkeypatch, capsys):
     data = make(tmp_path / "data", 2)
     prep(data, tmp_path / "s")
     store = Store.open(tmp_path / "s")
+    command = ["cpflare", "convert", tmp_path / "s", tmp_path / "out", "--layout", layout]
+    for status, said in ((0, "2 cases in"), (2, "is there already; remove it")):
+        monkeypatch.setattr(sys, "argv", list(map(str, command)))
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert (ended.value.code or 0) == status
+        assert said in "".join(capsys.readouterr())
     for name in store.cases:
-        interchange.write(store.case(name), tmp_path / "out", layout)
         if layout == "flare":  # as the release has the areas
             source = load_case(
                 data / name / f"boundary_{name[4:]}.vtp", load_field_map("drivaerml")
@@ -428,6 +435,8 @@ def test_layouts_of_others_go_out_and_come_back(tmp_path, layout):
         assert group.metadata.zarr_format == int(layout[-1])
         assert group["surface_fields"].shape == (store.case("run_1").num_rows, 4)
         assert {group[n].dtype for n in group} == {np.dtype("f4")}
+    written = tmp_path / "out" / ("run_1" if layout == "flare" else "run_1.zarr")
+    shutil.copytree(written, written.with_name(f".{written.name}.partial"))
     summary = prep(tmp_path / "out", tmp_path / "back")
     assert summary.done == ["run_1", "run_2"], summary.failed
     back = Store.open(tmp_path / "back")

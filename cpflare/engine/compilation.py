@@ -7,6 +7,8 @@ many chunks do not make a long program. A whole block compiles too, as one graph
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpflare.errors import ConfigError
 from cpflare.models import Backbone
 from cpflare.models.backbone import Block, Drop
 from cpflare.models.mixer import State, Tokens
@@ -24,7 +27,17 @@ def compile_local(model: Backbone) -> Backbone:
 
     They are compiled when they first run, and again where a chunk has another size, from then on
     for any size. Dropout, and chunks without tokens, run eagerly.
+
+    Raises:
+        ConfigError: the model is on a CPU, and the C++ compiler is missing that this takes.
     """
+    compiler = os.environ.get("CXX", "g++")
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if on_cpu and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"engine.compile=true needs the C++ compiler {compiler}, which is not on PATH; install "
+            "it, name another one in the variable CXX, or set engine.compile=false"
+        )
     model.in_proj.compile()
     model.out_norm.compile()
     model.out_proj.compile()

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -156,9 +157,16 @@ class MetricsLog:
         self._waiting = b""
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Append one line and hand it to the operating system."""
+        """Append one line and hand it to the operating system.
+
+        What is not finite becomes null, as JSON has no NaN.
+        """
         full = bool(self._waiting)
-        self._waiting += json.dumps(event).encode() + b"\n"
+        known = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in event.items()
+        }
+        self._waiting += json.dumps(known, allow_nan=False).encode() + b"\n"
         try:
             self._append()
         except OSError as error:

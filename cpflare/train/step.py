@@ -6,6 +6,7 @@ import logging
 import math
 import resource
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -138,7 +139,10 @@ class Learner:
         elif self.topology.rank == 0:
             logger.warning("step %d skipped: loss %g, gradient %g", step.number + 1, loss, norm)
         self.scaler.update()
-        self.schedule.step()
+        with warnings.catch_warnings():
+            # Skipped steps count for the schedule; torch takes a first one for a mistake.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.schedule.step()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
