@@ -3,15 +3,18 @@
     python launch/bench_prep.py --cells 8200000 --dir /tmp/bench_prep
 
 makes a closed surface of quads with DrivAerML's four cell arrays, once as inline base64 (as its
-files are inferred to be) and once as appended raw data, and prints the time and the peak memory of
-`pyvista.read` and of a whole preparation, each in a process of its own. `--dir` keeps the files.
+files are inferred to be) and once as appended raw data, and measures the time and the peak memory
+of `pyvista.read` and of a whole preparation, each in a process of its own, in turns; then the read
+of a training step's 100,000 rows from the store. `--dir` keeps the files.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import subprocess
+import datetime
+import json
+import statistics
 import sys
 import tempfile
 import time
@@ -22,18 +25,26 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from cpflare.data.store import Store
+from cpflare.report.study import describe_machine
+from launch.memory import run_sampled
+
 Array = NDArray[Any]
 ENCODINGS = ("inline", "appended")
+FIELDS = ("position", "normal", "pressure", "wall_shear")  # what training reads
+WINDOW, READS = 100_000, 41
 _ROWS = 1 << 18
 
 _MEASURED = {
-    "read": "import pyvista; pyvista.read({source!r})",
+    "read": "import pyvista, time; start = time.perf_counter(); pyvista.read({source!r})",
     "prep": (
+        "import time; start = time.perf_counter()\n"
         "from pathlib import Path; from data_prep.vtp_to_zarr import prepare\n"
         "s = prepare([Path({source!r})], Path({store!r}), dataset='drivaerml', overwrite=True)\n"
         "assert s.ok, s.failed"
     ),
 }
+"""Programs that set `start`: pyvista's time is its call's, the preparation's includes its imports."""
 
 
 def torus(num_cells: int) -> tuple[int, dict[str, Any]]:
@@ -137,53 +148,78 @@ def _write_inline(file: BinaryIO, make: Any, num: int, width: int) -> None:
     file.write(base64.b64encode(rest))
 
 
-def measure(what: str, source: Path, store: Path) -> tuple[float, float, float]:
-    """Seconds, peak resident GiB and processor seconds of one of the programs, by itself."""
+def measure(what: str, source: Path, store: Path) -> dict[str, float]:
+    """Wall seconds and peak memory [GiB] of one of the programs, all its processes together."""
     text = _MEASURED[what].format(source=str(source), store=str(store))
-    code = (
-        "import resource, sys, time\n"
-        f"start = time.perf_counter()\n{text}\n"
-        "who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)\n"
-        "peak = max(resource.getrusage(w).ru_maxrss for w in who)\n"
-        "used = sum(resource.getrusage(w).ru_utime + resource.getrusage(w).ru_stime for w in who)\n"
-        "print(time.perf_counter() - start, peak / 2**20, used)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
-    )
-    seconds, peak, used = run.stdout.split()[-3:]
-    return float(seconds), float(peak), float(used)
+    told = store.with_name("seconds.txt")
+    text += f"\nopen({str(told)!r}, 'w').write(str(time.perf_counter() - start))"
+    usage = run_sampled([sys.executable, "-c", text])
+    if usage.status:
+        raise SystemExit(f"error: {what} of {source} ended with status {usage.status}")
+    return {"seconds": float(told.read_text()), "peak_gib": usage.peak_rss / 2**30}
+
+
+def read_steps(store: Path) -> dict[str, Any]:
+    """Milliseconds that a step's window takes, for each of some random windows; pages are warm."""
+    opened = Store.open(store)
+    case = opened.case(opened.cases[0])
+    starts = np.random.default_rng(0).integers(0, case.num_rows - WINDOW + 1, READS + 1)
+    times = []
+    for start in starts.tolist():
+        begun = time.perf_counter()
+        case.read(slice(start, start + WINDOW), FIELDS, centred=True)
+        times.append((time.perf_counter() - begun) * 1e3)
+    return {
+        "rows": case.num_rows,
+        "window": WINDOW,
+        "fields": FIELDS,
+        "milliseconds": times[1:],  # the first opens the arrays
+        "median": statistics.median(times[1:]),
+    }
 
 
 def main() -> None:
     """Make the files, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cells", type=int, default=8_200_000)
+    parser.add_argument("--rounds", type=int, default=3, help="each program runs once a round")
     parser.add_argument(
         "--dir", type=Path, help="keep the files here (default: a temporary folder)"
     )
     parser.add_argument("--encodings", nargs="+", choices=ENCODINGS, default=list(ENCODINGS))
+    parser.add_argument("--out", type=Path, default=Path("studies/prep.json"))
     args = parser.parse_args()
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine(),
+        "files": {},
+    }
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.dir or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         for encoding in args.encodings:
             source = folder / f"boundary_{encoding}.vtp"
             if not source.exists():
-                start = time.perf_counter()
                 num = write_vtp(source, args.cells, encoding)
-                print(f"made {source} with {num:,} quads in {time.perf_counter() - start:.1f} s")
+                print(f"made {source} with {num:,} quads")
             source.read_bytes()  # warm the page cache for both
-            times = {}
-            for what in ("read", "prep"):
-                seconds, peak, used = measure(what, source, folder / "store")
-                times[what] = seconds
-                size = source.stat().st_size / 1e6
-                print(
-                    f"{encoding} {size:,.0f} MB, {what}: {seconds:.2f} s ({used:.2f} s of "
-                    f"processors), peak {peak:.2f} GiB"
-                )
-            print(f"{encoding}: prep takes {times['prep'] / times['read']:.2f} times pyvista.read")
+            runs: dict[str, list[dict[str, float]]] = {"read": [], "prep": []}
+            for _ in range(args.rounds):
+                for what, found in runs.items():
+                    found.append(measure(what, source, folder / "store"))
+            result["files"][encoding] = {"bytes": source.stat().st_size, "runs": runs}
+            medians = {
+                what: statistics.median(run["seconds"] for run in found)
+                for what, found in runs.items()
+            }
+            for what, found in runs.items():
+                peak = max(run["peak_gib"] for run in found)
+                print(f"{encoding}, {what}: median {medians[what]:.2f} s, peak {peak:.2f} GiB")
+            print(f"{encoding}: prep takes {medians['prep'] / medians['read']:.2f} of pyvista.read")
+        result["step"] = read_steps(folder / "store")
+        print(f"a step's {WINDOW:,} rows: median {result['step']['median']:.1f} ms")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
