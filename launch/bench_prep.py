@@ -44,7 +44,7 @@ _MEASURED = {
         "assert s.ok, s.failed"
     ),
 }
-"""Programs that set `start`: pyvista's time is its call's, the preparation's includes its imports."""
+"""Programs that set `start`: pyvista's time is its call's, the other's includes its imports."""
 
 
 def torus(num_cells: int) -> tuple[int, dict[str, Any]]:
