@@ -75,6 +75,21 @@ def test_all_stop_at_the_same_point_however_far_apart_they_are(seed):
     leave(lines)
 
 
+def test_a_rank_that_has_stopped_and_left_does_not_let_the_others_go_on():
+    """A rank of a prediction that writes the files comes by the safe point last."""
+    lines, _ = connected(2)
+    assert [line.safe_point() for line in lines] == [None, None]
+    lines[1].request_stop("SIGTERM")
+    time.sleep(0.2)
+    with ThreadPoolExecutor(1) as pool:
+        assert lines[1].safe_point() == "SIGTERM"
+        left = pool.submit(lines[1].leave)
+        time.sleep(0.2)
+        assert lines[0].safe_point() == "SIGTERM"
+        lines[0].leave()
+        left.result(timeout=10)
+
+
 def test_a_stop_that_is_asked_for_when_the_first_have_finished_lets_all_finish():
     lines, _ = connected(2)
     with ThreadPoolExecutor(2) as pool:

@@ -76,6 +76,7 @@ class Hub(threading.Thread):
         self._admit(own)
         self._blame_at = math.inf
         self._why: str | None = None
+        self._agreed = False
         self._over = False
 
     def run(self) -> None:
@@ -181,9 +182,13 @@ class Hub(threading.Thread):
                 self._await_close(set(self.members))
 
     def _agree(self) -> None:
-        """Once every rank has said which safe point it reaches next, all stop at the furthest."""
+        """Once every rank has said which safe point it reaches next, all stop at the furthest.
+
+        It is decided once: a rank that has stopped there may leave before another comes by.
+        """
         points = [m.next for m in self.members.values() if m.next is not None]
-        if self._why is not None and len(points) == self.world_size:
+        if self._why is not None and len(points) == self.world_size and not self._agreed:
+            self._agreed = True
             furthest = max(points)
             # A rank that has left has finished, and so will the others.
             self._tell(stop_at=-1 if math.isinf(furthest) else int(furthest), why=self._why)
