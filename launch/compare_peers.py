@@ -19,6 +19,7 @@ Every method trains the same model with the same kernels and threads, and takes 
   textbook       a merge of three collectives: maximum, sum of weights, sum of weighted values
   per_parameter  ours, but every parameter's gradient travels by itself
   ddp            PyTorch's DDP, each rank with a whole case (times are divided by the ranks)
+  separate       every rank does its share and exchanges nothing: what the machine can do
 
 examples:
   python launch/compare_peers.py --models flarepp --tokens 50000 --out studies/peers

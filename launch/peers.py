@@ -1,16 +1,20 @@
-"""Other ways to train on a split case, for comparison: each exact, each with its own messages.
+"""Other ways to train on a split case, for comparison, each with its own messages.
 
     gather         all-gather K and V, then plain attention over all tokens on every rank
     textbook       the merge as textbooks have it: maximum, sum of weights, sum of weighted values
     per_parameter  ours, but each parameter's gradient travels alone, as soon as it is known
     ddp            no split: every rank trains a whole case, gradients meet through PyTorch's DDP
+    separate       no training: every rank does its share of the work and exchanges nothing, a bound
+                   of what the machine's processors do side by side
 
-They run the same model, kernels and executor. Where a peer leaves a choice, it gets the cheaper
-one: `textbook` has our single collective backward, `ddp` sends its buckets during the backward.
+They run the same model, kernels and executor, and all but `separate` are exact. Where a peer leaves
+a choice, it gets the cheaper one: `textbook` has our single collective backward, `ddp` sends its
+buckets during the backward.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -173,8 +177,11 @@ def build_stepper(config: Config, topology: Topology, method: str) -> Learner | 
     """What trains by `method` on a topology whose communicators are recorders.
 
     `gather` and `textbook` differ from ours in the encoder alone, `per_parameter` in the sum of
-    gradients alone.
+    gradients alone, `separate` in being alone.
     """
+    if method == "separate":
+        alone = Recorder(None)
+        topology = dataclasses.replace(topology, world_comm=alone, cp_comm=alone)
     if method in ("per_parameter", "ddp"):
         return PeerLearner(config, topology, method)
     learner = Learner(config, topology, cases_per_step=1, total_steps=config.train.steps or 1)

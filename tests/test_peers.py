@@ -53,6 +53,14 @@ def test_ddp_takes_the_mean_over_whole_cases(runs):
     assert not torch.allclose(weights, singles[0][3], rtol=0, atol=1e-6)  # two cases, not one
 
 
+def test_separate_ranks_do_the_work_and_exchange_nothing(runs):
+    (first, _, sample, weights), (second, _, _, others) = runs["separate"]
+    assert sample["calls"] == {}
+    assert sample["bytes"] == [0, 0]
+    assert first != second
+    assert not torch.allclose(weights, others, rtol=0, atol=1e-6)
+
+
 def test_ours_sends_what_the_theory_says(runs):
     sample = runs["ours"][0][2]
     encoders = 2 * BLOCKS
@@ -102,7 +110,7 @@ def test_gathering_sends_bytes_in_proportion_to_the_tokens(runs):
 def test_points_that_cannot_be_measured_are_refused():
     with pytest.raises(ConfigError, match="equal shards"):
         Point("flare", 61, ranks=2, method="gather")
-    with pytest.raises(ConfigError, match="must be one of ours, gather"):
+    with pytest.raises(ConfigError, match="must be one of ours, textbook"):
         Point("flare", 60, ranks=2, method="magic")
     with pytest.raises(ConfigError, match="2 hosts of one rank"):
         Point("flare", 60, ranks=4, network="hosts")

@@ -181,6 +181,13 @@ def test_ddp_counts_a_case_a_rank():
     assert row.theory_bytes is None
 
 
+def test_ranks_that_exchange_nothing_are_the_bound():
+    bound = dataclasses.replace(TWO, method="separate")
+    rows = summarise(_study(*(_record(p, [s]) for p, s in ((ONE, 1.0), (TWO, 0.6), (bound, 0.54)))))
+    assert [row.of_separate for row in rows] == [None, pytest.approx(0.9), pytest.approx(1.0)]
+    assert rows[2].theory_bytes is None
+
+
 def test_what_the_loader_reads_is_reported():
     loading = {"windows": 4, "read_s": [0.5, 0.4], "tokens": [2000, 2000]}
     study = _study(_record(ONE, [1.0]), _record(TWO, [0.5], loading=loading))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cpflare.config import ModelConfig
-from cpflare.report.study import Point, Study
+from cpflare.report.study import METHODS, Point, Study
+
+_OTHER_MESSAGES = ("gather", "ddp", "separate")
+"""Methods that the theory of the merge is not of."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,9 @@ class Row:
     on a store. `peak_bytes` is the largest over ranks, above the idle process. Efficiencies are
     None where the study has no single rank of the same model and size. `work_efficiency` compares
     the processor time of all ranks with the single one's: what splitting adds to the work, without
-    waiting and without what else the machine does.
+    waiting and without what else the machine does. `of_separate` compares the step with that of as
+    many ranks which do the same work and exchange nothing: what messages and waiting cost, and not
+    what the ranks' processors take from one another.
     """
 
     point: Point
@@ -44,6 +49,7 @@ class Row:
     paired_time_efficiency: float | None
     work_efficiency: float | None
     memory_efficiency: float | None
+    of_separate: float | None
     round_trip_ms: float | None
     read_cells_per_s: float | None
 
@@ -61,15 +67,26 @@ def summarise(study: Study) -> list[Row]:
         for record in records
         if (point := Point.from_dict(record["point"])).ranks == 1 and point.method == "ours"
     }
-    return [
+    rows = [
         _row(record, singles.get(Point.from_dict(record["point"]).family)) for record in records
+    ]
+    bounds = {
+        (row.point.family, row.point.ranks): row.step_s
+        for row in rows
+        if row.point.method == "separate"
+    }
+    return [
+        replace(row, of_separate=bound / row.step_s)
+        if (bound := bounds.get((row.point.family, row.point.ranks))) is not None
+        else row
+        for row in rows
     ]
 
 
 def _order(point: Point) -> tuple[Any, ...]:
     network = ("local", "hosts", "emulated").index(point.network)
-    methods = ("ours", "textbook", "per_parameter", "gather", "ddp")
-    return (*point.family, point.ranks, network, point.latency_ms, methods.index(point.method))
+    method = METHODS.index(point.method)
+    return (*point.family, point.ranks, network, point.latency_ms, method)
 
 
 def step_seconds(record: Mapping[str, Any]) -> np.ndarray:
@@ -130,6 +147,7 @@ def _row(record: Mapping[str, Any], single: Mapping[str, Any] | None) -> Row:
         paired_time_efficiency=paired,
         work_efficiency=work,
         memory_efficiency=memory_efficiency,
+        of_separate=None,
         round_trip_ms=None if not trips else float(np.median(trips)),
         read_cells_per_s=_reading(record["loading"]),
     )
@@ -155,7 +173,7 @@ def encoders_of(model: Mapping[str, Any] | ModelConfig) -> int:
 def theory_bytes(point: Point, record: Mapping[str, Any]) -> int | None:
     """Bytes that a rank must send in a step: HM(D+2) values an encoder forward, HMD backward, and
     each parameter's gradient once. None for methods that the theory is not of."""
-    if point.method in ("gather", "ddp") or point.ranks == 1:
+    if point.method in _OTHER_MESSAGES or point.ranks == 1:
         return None
     model = record["config"]["model"]
     latents, channels, heads = (int(model[key]) for key in ("latents", "channels", "heads"))
@@ -166,6 +184,6 @@ def theory_bytes(point: Point, record: Mapping[str, Any]) -> int | None:
 
 def theory_messages(point: Point, record: Mapping[str, Any]) -> int | None:
     """Messages of a step: at most two forward and one backward an encoder, one for gradients."""
-    if point.method in ("gather", "ddp") or point.ranks == 1:
+    if point.method in _OTHER_MESSAGES or point.ranks == 1:
         return None
     return 3 * encoders_of(record["config"]["model"]) + 1

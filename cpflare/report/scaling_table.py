@@ -36,6 +36,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         "time eff.",
         "paired",
         "work eff.",
+        "of separate",
         "peak [MiB]",
         "memory eff.",
     ]
@@ -62,6 +63,7 @@ def _cells(row: Row) -> list[str]:
         _share(row.time_efficiency),
         _share(row.paired_time_efficiency, without="–"),
         _share(row.work_efficiency, without="–"),
+        _share(row.of_separate, without="–"),
         f"{row.peak_bytes / 2**20:,.0f}",
         _share(row.memory_efficiency),
         str(row.messages),
@@ -121,9 +123,10 @@ NOTES = (
     "left out; a DDP step trains one case a rank and is divided by the ranks. Time efficiency is "
     "T1 / (R TR), memory efficiency M1 / (R MR), against the single rank of the same model in this "
     "study; *paired* is the median of that ratio over the rounds, *work* the same of the ranks' "
-    "processor time, which a busy machine changes little. Communication includes waiting "
-    "for the other ranks. Theory: HM(D+2) values an encoder forward, HMD backward, each gradient "
-    "once.",
+    "processor time, which a busy machine changes little. *Of separate* is the step of as many "
+    "ranks that do the same work and exchange nothing, over this one: it leaves out what "
+    "processors of one machine take from one another. Communication includes waiting for the other "
+    "ranks. Theory: HM(D+2) values an encoder forward, HMD backward, each gradient once.",
 )
 
 

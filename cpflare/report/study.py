@@ -18,7 +18,7 @@ from cpflare.config import Config, load_config
 from cpflare.errors import ConfigError, DataError
 
 SCHEMA = 1
-METHODS = ("ours", "gather", "textbook", "per_parameter", "ddp")
+METHODS = ("ours", "textbook", "per_parameter", "gather", "ddp", "separate")
 NETWORKS = ("local", "hosts", "emulated")
 
 
