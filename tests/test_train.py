@@ -335,7 +335,8 @@ def test_a_loss_that_is_not_finite_is_skipped_on_all_ranks_alike(wild, tmp_path)
     steps = [read_metrics(tmp_path / run) for run in ("three", "one")]
     for a, b in zip(*steps, strict=True):
         assert a["cases"] == b["cases"]
-        assert np.isfinite(a["loss"]) == np.isfinite(b["loss"]) == (a["cases"] == ["run_1"])
+        for step in (a, b):  # JSON has no NaN
+            assert (step["loss"] is not None) == (step["cases"] == ["run_1"])
     weights = [read_weights(tmp_path / run) for run in ("three", "one")]
     for name, value in weights[0].items():
         assert torch.isfinite(value).all()
