@@ -198,6 +198,8 @@ def _run_rank(message: bytes) -> Any:
         timeout=timedelta(seconds=timeout_s),
     )
     try:
+        # A rank that is done at once would close connections that others still wait for.
+        dist.barrier()
         return fn(rank, world_size, *args)
     finally:
         for name in ranks:

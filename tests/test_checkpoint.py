@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -108,7 +107,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(store, whole, tmp_path, 
     own, other = (read_metrics(r, "eval") for r in (run_dir, whole[precision]))
     assert [e["pressure_rel_l2"] for e in own] == [e["pressure_rel_l2"] for e in other]
     assert steps_of(run_dir) == steps_of(whole[precision])
-    overflows = [math.isinf(event["grad_norm"]) for event in course(run_dir)[:6]]
+    overflows = [event["grad_norm"] is None for event in course(run_dir)[:6]]  # JSON has no inf
     assert any(overflows) == (precision == "fp16")
 
 

@@ -18,9 +18,7 @@ Field by field, shuffled float32 rows hardly pack (lz4 with bits shuffled: posit
 stored raw, the rest as lz4 with bits shuffled, all with crc32c, whose cost drowns in the noise:
 80 bytes a row become 65. Rounding saves 17 points more, but changes the truth that is learnt.
 
-Preparation, measured with `launch/bench_prep.py` (8.2 million quads, warm page cache, 2 cores that
-other work shared): inline base64 of 612 MB takes 8.5 s of processor time, `pyvista.read` alone 5.0;
-appended raw takes 6.2 s, spread over 2 threads. The peak is 1.01 GiB.
+Preparation is measured by `launch/bench_prep.py`; `studies/prep.json` holds its figures.
 """
 
 from __future__ import annotations
