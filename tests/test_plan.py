@@ -219,6 +219,16 @@ def test_a_calibration_predicts_what_it_has_not_seen():
         assert abs(c.memory_error) < 0.01, c
 
 
+def test_a_calibration_meets_what_it_was_fitted_to():
+    """A fit whose terms are not those of the plan would miss its own points."""
+    rates = dataclasses.replace(
+        table_rates(_cpu(), "fp32"), matmul_s=1e-12, attention_s=1e-10, moved_s=0.0, kernel_s=3e-4
+    )
+    study, device = _made_up(rates, LINKS["loopback"], _points((4000, 16000, 200_000)))
+    for c in check(study, calibrate(study, device), device):
+        assert abs(c.time_error) < 0.01, c
+
+
 def test_a_calibration_needs_points_of_the_device():
     study, device = _made_up(table_rates(_cpu(), "fp32"), LINKS["loopback"], _points((4000,)))
     with pytest.raises(DataError, match="measured on cpu, and the plan is for h100"):
@@ -249,14 +259,14 @@ def test_the_shipped_studies_are_predicted_from_small_cases():
 def test_the_command_prints_a_plan(capsys):
     command.main(["--cells", "8.6e6", "--ranks", "4", "--device", "h100", *MODEL])
     assert "8,600,000 cells over 4 × h100: 2,150,000 cells a rank" in capsys.readouterr().out
-    command.main(["--cells", "1e6", "--ranks", "2", "--json", *MODEL])
-    values = json.loads(capsys.readouterr().out)
-    assert values["prediction"]["tokens"] == 500_000
-    parts = ("matmul_s", "attention_s", "pointwise_s")
-    compute = sum(values["prediction"][part] for part in parts)
-    rest = values["prediction"]["fixed_s"] + values["prediction"]["comm_s"]
-    seen = max(compute, values["prediction"]["launch_s"]) + rest
-    assert np.isclose(values["prediction"]["step_s"], seen)
+    # A CPU launches and works in turns, a GPU at once.
+    for device, joined in (("cpu", sum), ("h100", max)):
+        command.main(["--cells", "1e6", "--ranks", "2", "--device", device, "--json", *MODEL])
+        found = json.loads(capsys.readouterr().out)["prediction"]
+        assert found["tokens"] == 500_000
+        compute = found["matmul_s"] + found["attention_s"] + found["pointwise_s"]
+        rest = found["fixed_s"] + found["comm_s"]
+        assert np.isclose(found["step_s"], joined([compute, found["launch_s"]]) + rest)
 
 
 @pytest.mark.parametrize(

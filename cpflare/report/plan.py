@@ -52,6 +52,7 @@ class Prediction:
     attention_s: float
     pointwise_s: float
     launch_s: float
+    launch_overlaps: bool  # a GPU works while the host launches; a CPU does one after the other
     fixed_s: float
     latency_s: float
     transfer_s: float
@@ -60,10 +61,19 @@ class Prediction:
     other_bytes: float
 
     @property
+    def compute_s(self) -> float:
+        return self.matmul_s + self.attention_s + self.pointwise_s
+
+    @property
+    def seen_launch_s(self) -> float:
+        """The part of launching that the step waits for."""
+        if self.launch_overlaps:
+            return max(self.launch_s - self.compute_s, 0.0)
+        return self.launch_s
+
+    @property
     def step_s(self) -> float:
-        compute = self.matmul_s + self.attention_s + self.pointwise_s
-        # A GPU works while the host launches; whichever takes longer is what is seen.
-        return max(compute, self.launch_s) + self.fixed_s + self.comm_s
+        return self.compute_s + self.seen_launch_s + self.fixed_s + self.comm_s
 
     @property
     def comm_s(self) -> float:
@@ -111,6 +121,7 @@ class Planner:
             attention_s=counts.attention_flops * rates.attention_s,
             pointwise_s=pointwise,
             launch_s=counts.kernels * rates.kernel_s,
+            launch_overlaps=not self.device.shared_memory,
             fixed_s=rates.step_s + 2 * weights * rates.moved_s,
             latency_s=latency,
             transfer_s=transfer,
@@ -265,12 +276,12 @@ def stops_paying(scaling: list[Prediction]) -> tuple[Prediction, str] | None:
 
 
 def _largest_loss(prediction: Prediction) -> str:
-    compute = prediction.matmul_s + prediction.attention_s + prediction.pointwise_s
-    launch = max(prediction.launch_s - compute, 0.0)
     losses: Mapping[str, float] = {
         "the latency of the collectives": prediction.latency_s,
         "the bytes of gradients and latents": prediction.transfer_s,
-        "the launching of operations, whose number does not depend on the cells": launch,
+        "the launching of operations, whose number does not depend on the cells": (
+            prediction.seen_launch_s
+        ),
         "the update of the weights, which every rank does": prediction.fixed_s,
     }
     reason, seconds = max(losses.items(), key=lambda item: item[1])

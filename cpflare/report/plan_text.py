@@ -39,7 +39,6 @@ def plan_text(planner: Planner, cells: int, ranks: int, source: str) -> str:
     prediction = planner.predict(cells, ranks)
     share = min(ranks, device.per_node) if device.shared_memory else 1
     verdict = "fits" if planner.fits(prediction) else "DOES NOT FIT"
-    compute = prediction.matmul_s + prediction.attention_s + prediction.pointwise_s
     lines = [
         f"{model.mixer} C={model.channels} H={model.heads} M={model.latents} blocks={model.blocks},"
         f" {config.train.precision}, {config.engine.executor}, {planner.costs.parameters:,} "
@@ -53,7 +52,7 @@ def plan_text(planner: Planner, cells: int, ranks: int, source: str) -> str:
         f"communication {_time(prediction.comm_s)}, update {_time(prediction.fixed_s)}"
         + (
             f"; launching takes {_time(prediction.launch_s)}"
-            if prediction.launch_s > compute
+            if prediction.seen_launch_s > 0
             else ""
         ),
         f"memory  {_size(prediction.memory_bytes)} a rank: activations "
