@@ -130,7 +130,8 @@ class Learner:
             where = f"[rank {', '.join(map(str, culprits))}] " if some else ""
             raise NonFiniteError(
                 f"{where}step {step.number + 1}, case {cases}: loss {loss}, gradient norm {norm}; "
-                "lower train.lr, set train.clip, or go on past such steps with train.nonfinite=skip"
+                "set train.clip, go on past such steps with train.nonfinite=skip, or start anew "
+                "with a lower train.lr"
             )
         if finite:
             self.scaler.step(self.optimizer)
