@@ -7,8 +7,8 @@ rank every half second, and compares the second quarter of the steps with the la
 where something has grown.
 
 Measured on 2 cores (torch 2.13, CPU), medians of the second and of the last 500 of 2,000 steps with
-40 evaluations and 40 checkpoints: rank 0 375.8 and 376.5 MB resident, 24 and 24 open files, 14 and
-14 threads; rank 1 335.7 and 336.1 MB, 19 and 19 files, 13 and 13 threads.
+40 evaluations and 40 checkpoints: rank 0 375.3 and 376.0 MB resident, 25 and 25 open files, 14 and
+14 threads; rank 1 334.7 and 335.3 MB, 19 and 19 files, 13 and 13 threads.
 """
 
 from __future__ import annotations
