@@ -52,7 +52,12 @@ def find(folder: Path) -> list[Path]:
     """All cases of the two layouts below a folder, but those that were left half written."""
     groups = {p.parent for p in folder.rglob(CENTRES) if is_layout(p.parent)}
     files = {p for p in folder.rglob("boundary_*_points.npy") if is_layout(p)}
-    return sorted(p for p in groups | files if _ASIDE not in "/".join(p.parts[-2:]))
+    folders = {p: p.parent if p in files else p for p in groups | files}
+    return sorted(p for p, case in folders.items() if not _is_aside(case))
+
+
+def _is_aside(folder: Path) -> bool:
+    return folder.name.startswith(".") and folder.name.endswith(_ASIDE)
 
 
 def parts(path: Path) -> list[Path]:
@@ -204,7 +209,8 @@ def write(case: Case, out: Path, layout: str) -> Path:
 
     It is there whole or not at all. Returns what `prep` reads: the group, or the …_points.npy file.
 
-    Raises: DataError for an unknown layout, a case that lacks a field of it, or one that is there.
+    Raises: DataError for an unknown layout, a case that lacks a field of it, one that is there, or
+        a folder that cannot be written.
     """
     if layout not in LAYOUTS:
         raise DataError(f"layout={layout} is unknown; known are {', '.join(LAYOUTS)}")
@@ -220,15 +226,21 @@ def write(case: Case, out: Path, layout: str) -> Path:
     if path.exists():
         raise DataError(f"{path} is there already; remove it, or write to another folder")
     aside = out / f".{path.name}{_ASIDE}"
-    if aside.exists():
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
-    if layout == "flare":
-        written = path / _write_npy(case.name, source, aside)
-    else:
-        _write_curator(case, source, aside, 2 if layout == "curator-v2" else 3)
-        written = path
-    aside.rename(path)
+    try:
+        if aside.exists():
+            shutil.rmtree(aside)
+        aside.mkdir(parents=True)
+        if layout == "flare":
+            written = path / _write_npy(case.name, source, aside)
+        else:
+            _write_curator(case, source, aside, 2 if layout == "curator-v2" else 3)
+            written = path
+        aside.rename(path)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise DataError(
+            f"{path} cannot be written ({error}); give a folder that can be, with room"
+        ) from error
     return written
 
 

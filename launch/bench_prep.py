@@ -1,6 +1,6 @@
 """Measures `cpflare prep` on one DrivAerML-like file against `pyvista.read` of the same file.
 
-    python launch/bench_prep.py --cells 8200000 --dir /tmp/bench_prep
+    python launch/bench_prep.py --cells 8200000 --dir FOLDER
 
 makes a closed surface of quads with DrivAerML's four cell arrays, once as inline base64 (as its
 files are inferred to be) and once as appended raw data, and measures the time and the peak memory

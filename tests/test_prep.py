@@ -448,6 +448,13 @@ def test_layouts_of_others_go_out_and_come_back(tmp_path, layout, monkeypatch, c
             np.testing.assert_allclose(theirs[field][b], mine[field][a], atol=5e-7, rtol=2e-7)
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    prep(make(tmp_path / "data", 1), tmp_path / "s")
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(DataError, match="cannot be written"):
+        interchange.write(Store.open(tmp_path / "s").case("run_1"), tmp_path / "out", "flare")
+
+
 def test_flare_files_without_areas_make_a_store_without_them(tmp_path):
     data = make(tmp_path / "data", 1)
     prep(data, tmp_path / "s")
