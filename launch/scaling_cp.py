@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -109,11 +110,12 @@ def main(argv: Sequence[str]) -> None:
         torch.set_num_threads(options.threads or 1)
     _, device = start_ranks(config.parallel.timeout_s)
     topology = record(build_topology(config.parallel, device), options.delay_ms / 1e3)
+    pids = Communicator(topology.world_comm.group).gather_texts(str(os.getpid()))
     turns: Turns | None = None
     if rank == 0:
         turns = OwnTurns(options.warmup, steps)
         if options.turns is not None:
-            turns = SocketTurns(options.turns, point.name)
+            turns = SocketTurns(options.turns, [int(pid) for pid in pids])
     measured = measure(point, config, topology, turns, options.store)
     if turns is not None:
         text = json.dumps(measured, indent=1) + "\n"

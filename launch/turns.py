@@ -1,7 +1,7 @@
 """Turns: which steps a point measures and when, so that several points can alternate.
 
-Points that take turns are all started and warm; one of them runs at a time, the others wait in a
-read of a socket. What the machine does in between then meets all of them alike.
+Points that take turns are all started and warm; one of them runs at a time, the others are stopped
+until it is their turn. What the machine does in between then meets all of them alike.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class SocketTurns:
     """The turns that a study gives out through a socket in the file system, which network
     namespaces share."""
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, pids: Sequence[int]) -> None:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(path))
         self.wire = Wire(connection)
-        self.wire.send(ready=name)
+        self.wire.send(pids=list(pids))  # of all ranks
 
     def next(self) -> Turn:
         message = self.wire.receive()

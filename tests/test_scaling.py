@@ -1,9 +1,12 @@
 """Studies: what is measured is what happens, and what is reported follows from the raw samples."""
 
+import contextlib
 import csv
 import dataclasses
 import io
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -333,6 +336,48 @@ def test_a_point_that_fails_says_why():
     point = dataclasses.replace(ONE, overrides=(*MODEL, "data.inputs=[position]"), executor="x")
     with pytest.raises(ConfigError, match=r"could not be measured: engine.executor='x'"):
         measure_in_turns([point], Protocol(1, 1, 0, 1), say=lambda text: None)
+
+
+def _states_of_ranks():
+    """The state of every rank that takes turns: T where it is stopped."""
+    states = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            command = (folder / "cmdline").read_text()
+            if "scaling_cp" in command and "--turns" in command and "distributed" not in command:
+                states.append((folder / "stat").read_text().rpartition(")")[2].split()[0])
+    return [state for state in states if state != "Z"]
+
+
+def test_points_sleep_while_another_takes_its_turn():
+    """Waiting ranks would take time from the ranks that are measured, and from two most."""
+    points = [Point("flare", 40, "fp32", "in_memory", MODEL, ranks) for ranks in (1, 2)]
+    seen = []
+
+    def look(text):
+        if "started" not in text:
+            seen.append(_states_of_ranks())
+
+    records = measure_in_turns(points, Protocol(2, 1, 1, 1), say=look)
+    assert [len(record["samples"]) for record in records] == [2, 2]
+    assert seen == [["T"] * 3] * 3  # after the warm-up and after each round
+    assert _states_of_ranks() == []
+
+
+def test_a_study_that_is_killed_leaves_no_rank_asleep(tmp_path):
+    command = [sys.executable, "-m", "cpflare.cli", "scaling", "--models=flare", "--tokens=40"]
+    command += ["--rounds=100000", f"--out={tmp_path}", *MODEL]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as study:
+        deadline = time.monotonic() + 60.0
+        while "T" not in _states_of_ranks() and study.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert study.poll() is None
+        study.kill()
+    deadline = time.monotonic() + 60.0
+    while _states_of_ranks():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_help_of_the_comparison(capsys):

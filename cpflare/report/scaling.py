@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -67,20 +67,17 @@ def summarise(study: Study) -> list[Row]:
         for record in records
         if (point := Point.from_dict(record["point"])).ranks == 1 and point.method == "ours"
     }
-    rows = [
-        _row(record, singles.get(Point.from_dict(record["point"]).family)) for record in records
-    ]
     bounds = {
-        (row.point.family, row.point.ranks): row.step_s
-        for row in rows
-        if row.point.method == "separate"
+        (point.family, point.ranks): record
+        for record in records
+        if (point := Point.from_dict(record["point"])).method == "separate"
     }
-    return [
-        replace(row, of_separate=bound / row.step_s)
-        if (bound := bounds.get((row.point.family, row.point.ranks))) is not None
-        else row
-        for row in rows
-    ]
+    rows = []
+    for record in records:
+        point = Point.from_dict(record["point"])
+        bound = bounds.get((point.family, point.ranks))
+        rows.append(_row(point, record, singles.get(point.family), bound))
+    return rows
 
 
 def _order(point: Point) -> tuple[Any, ...]:
@@ -107,8 +104,13 @@ def peak_bytes(record: Mapping[str, Any]) -> int:
     return most
 
 
-def _row(record: Mapping[str, Any], single: Mapping[str, Any] | None) -> Row:
-    point = Point.from_dict(record["point"])
+def _row(
+    point: Point,
+    record: Mapping[str, Any],
+    single: Mapping[str, Any] | None,
+    bound: Mapping[str, Any] | None,
+) -> Row:
+    """A point's figures: against its family's single rank, and against ranks that are separate."""
     samples, cases = record["samples"], point.num_cases
     seconds = step_seconds(record) / cases
     q1, median, q3 = np.percentile(seconds, [25, 50, 75])
@@ -147,7 +149,7 @@ def _row(record: Mapping[str, Any], single: Mapping[str, Any] | None) -> Row:
         paired_time_efficiency=paired,
         work_efficiency=work,
         memory_efficiency=memory_efficiency,
-        of_separate=None,
+        of_separate=None if bound is None else float(np.median(step_seconds(bound)) / median),
         round_trip_ms=None if not trips else float(np.median(trips)),
         read_cells_per_s=_reading(record["loading"]),
     )
