@@ -110,6 +110,7 @@ def main(argv: Sequence[str]) -> None:
         torch.set_num_threads(options.threads or 1)
     _, device = start_ranks(config.parallel.timeout_s)
     topology = record(build_topology(config.parallel, device), options.delay_ms / 1e3)
+    # The first messages also connect the ranks, whose memory counts as an idle process's.
     pids = Communicator(topology.world_comm.group).gather_texts(str(os.getpid()))
     turns: Turns | None = None
     if rank == 0:
@@ -138,7 +139,6 @@ def measure(
     Collective.
     """
     between = Communicator(topology.world_comm.group)
-    between.gather_texts("connected")
     meter = Meter(topology.device)  # all is imported and connected, nothing is built
     loading: dict[str, Any] | None = None
     steps: Iterator[Step]

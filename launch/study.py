@@ -190,7 +190,7 @@ class Group:
         self.pids = [int(pid) for pid in self._receive(deadline, "pids")]
         # Where the study is killed, ranks that sleep are woken and find out that it is gone.
         wake = ["sh", "-c", 'read -r _; kill -CONT "$@" 2>/dev/null', "sh", *map(str, self.pids)]
-        self.guard = subprocess.Popen(wake, stdin=subprocess.PIPE)
+        self.guard = subprocess.Popen(wake, stdin=subprocess.PIPE, start_new_session=True)
 
     def take_turn(self, what: int, steps: int, deadline: float) -> float:
         """Let the point do some steps; the median of their seconds. Then it sleeps.
@@ -199,9 +199,7 @@ class Group:
         three waiting points took 0.3 s of 20 processor seconds: from a point with a rank on every
         core, and not from the single rank that it is compared with, which leaves a core to them.
         """
-        assert self.wire is not None
-        self._signal(signal.SIGCONT)
-        self.wire.send(what=what, steps=steps)
+        self._tell(what, steps)
         samples = self._receive(deadline, "samples")
         self._signal(signal.SIGSTOP)
         times = sorted(max(sample["step_s"]) for sample in samples)
@@ -209,13 +207,13 @@ class Group:
 
     def end(self, deadline: float) -> dict[str, Any]:
         """Let the point end; its record."""
-        assert self.wire is not None
-        self._signal(signal.SIGCONT)
-        self.wire.send(what=END, steps=0)
+        self._tell(END, 0)
         record: dict[str, Any] = self._receive(deadline, "record")
+        assert self.wire is not None
         self.wire.close()
         for process in self.processes:
             process.wait(_END_S)
+        self.pids = []  # the numbers may be another's from now on
         if self.hosts is not None:
             record["round_trips_ms"] = list(self.hosts.round_trips_ms)
         return record
@@ -234,6 +232,13 @@ class Group:
         if self.guard is not None:
             self.guard.communicate()
         self.listener.close()
+
+    def _tell(self, what: int, steps: int) -> None:
+        """Wake the ranks and tell them their turn; one that has died is found by `_receive`."""
+        assert self.wire is not None
+        self._signal(signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):
+            self.wire.send(what=what, steps=steps)
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self.pids:

@@ -61,23 +61,14 @@ class Row:
 
 def summarise(study: Study) -> list[Row]:
     """All points' figures, from the raw samples alone, in the order of family and ranks."""
-    records = sorted(study.records.values(), key=lambda r: _order(Point.from_dict(r["point"])))
-    singles = {
-        point.family: record
-        for record in records
-        if (point := Point.from_dict(record["point"])).ranks == 1 and point.method == "ours"
-    }
-    bounds = {
-        (point.family, point.ranks): record
-        for record in records
-        if (point := Point.from_dict(record["point"])).method == "separate"
-    }
-    rows = []
-    for record in records:
-        point = Point.from_dict(record["point"])
-        bound = bounds.get((point.family, point.ranks))
-        rows.append(_row(point, record, singles.get(point.family), bound))
-    return rows
+    measured = [(Point.from_dict(record["point"]), record) for record in study.records.values()]
+    measured.sort(key=lambda pair: _order(pair[0]))
+    singles = {p.family: record for p, record in measured if (p.ranks, p.method) == (1, "ours")}
+    bounds = {(p.family, p.ranks): record for p, record in measured if p.method == "separate"}
+    return [
+        _row(point, record, singles.get(point.family), bounds.get((point.family, point.ranks)))
+        for point, record in measured
+    ]
 
 
 def _order(point: Point) -> tuple[Any, ...]:
