@@ -36,7 +36,7 @@ def draw(batch, num_tokens, dtype=torch.float64):
 def folded(length, count):
     """A plan as a GPU gets it: `count` slices in one call, and the rest by itself."""
 
-    def plan(long, short):
+    def plan(long, short, **_):
         tokens, parts, start = long.shape[2], [], 0
         while tokens - start >= length:
             parts.append(Part(start, length, min(count, (tokens - start) // length)))
@@ -48,7 +48,14 @@ def folded(length, count):
     return plan
 
 
+def blocks(patch):
+    """Six slices of a block in a call of an encoder's backward, and the rest by itself."""
+    patch.setattr(slices, "CPU_SLICE", 24)
+    patch.setattr(slices, "CPU_BLOCK", 4)
+
+
 CUTS = {
+    "blocks of a CPU": blocks,
     "slices of a CPU": lambda patch: patch.setattr(slices, "CPU_SLICE", 5),
     "one token a slice": lambda patch: patch.setattr(slices, "CPU_SLICE", 1),
     "few elements a call": lambda patch: patch.setattr(slices, "MAX_ELEMENTS", 2 * H * D * 7),
@@ -60,17 +67,22 @@ CUTS = {
 
 @pytest.fixture(params=CUTS)
 def cut(request, monkeypatch):
-    """The number of kernel calls that a cut has led to."""
+    """The batches of the kernel calls that a cut has led to, forward and backward."""
     CUTS[request.param](monkeypatch)
-    calls = []
-    kernel = attention._kernel
+    batches = {"forward": [], "backward": []}
 
-    def count(q, *rest):
-        calls.append(q.shape)
-        return kernel(q, *rest)
+    def record(name, calls):
+        kernel = getattr(attention, name)
 
-    monkeypatch.setattr(attention, "_kernel", count)
-    return calls
+        def counted(first, *rest):
+            calls.append(len(first))
+            return kernel(first, *rest)
+
+        monkeypatch.setattr(attention, name, counted)
+
+    record("_kernel", batches["forward"])
+    record("_kernel_backward", batches["backward"])
+    return batches
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -94,21 +106,23 @@ def test_encoder_and_decoder_with_gradients_equal_the_dense_ones(cut, num_tokens
             # A single token takes all the weight, so that nothing moves the queries.
             error = relative_error(gradient, reference)
             assert error < EXACT or (gradient - reference).abs().max() < EXACT, (name, which)
-    assert cut, "no kernel was called"
+    assert all(cut.values()), "no kernel was called"
 
 
 def test_the_cuts_really_cut(cut, request):
-    q, k, v, _, _ = draw(2, 64)
-    attend(q, k, v, scale=SCALE)
-    expected = {
-        "slices of a CPU": [2] * 13,
-        "one token a slice": [2] * 64,
-        "few elements a call": [2] * 10,
-        "one call, folded": [16],
-        "three slices a call": [6] * 7 + [2],
-        "everything in one": [2, 2],
-    }
-    assert [shape[0] for shape in cut] == expected[request.node.callspec.params["cut"]]
+    q, k, v, dz, _ = draw(2, 65)
+    z, lse = attend(q, k, v, scale=SCALE)
+    attention.attend_backward(dz, q, k, v, z, lse, scale=SCALE)
+    forward, backward = {
+        "blocks of a CPU": ([2] * 3, [12, 12, 8, 2]),
+        "slices of a CPU": ([2] * 13, [2] * 13),
+        "one token a slice": ([2] * 65, [2] * 65),
+        "few elements a call": ([2] * 10, [2] * 10),
+        "one call, folded": ([16, 2], [16, 2]),
+        "three slices a call": ([6] * 7 + [2], [6] * 7 + [2]),
+        "everything in one": ([2, 2], [2, 2]),
+    }[request.node.callspec.params["cut"]]
+    assert cut == {"forward": forward, "backward": backward}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -122,7 +122,9 @@ def attend_backward(
     # The kernels read output and gradient in the query's dtype, whatever is passed.
     dz, z = (dz, z) if backend == "plain" else (dz.to(q.dtype), z.to(q.dtype))
     keys_are_long = k.shape[-2] > q.shape[-2]
-    plan = plan_slices(k if keys_are_long else q, short=q if keys_are_long else k)
+    plan = plan_slices(
+        k if keys_are_long else q, short=q if keys_are_long else k, blocks=keys_are_long
+    )
     if backend == "plain" or plan.is_whole:
         if backend == "plain":
             grads = _plain_backward(dz, q, k, v, z, lse, scale)
@@ -134,7 +136,7 @@ def attend_backward(
         return dq, dk, dv
     stats = statistics_dtype(q.dtype)
     joined = [torch.empty_like(t) for t in ((k, v) if keys_are_long else (q,))]
-    short: list[tuple[Tensor, ...]] = []
+    sums: list[Tensor] = []
     for part in plan.parts:
         of_keys, of_rows = (part.cut, part.repeat) if keys_are_long else (part.repeat, part.cut)
         dz_part, q_part, z_part, lse_part = (of_rows(t) for t in (dz, q, z, lse))
@@ -144,12 +146,11 @@ def attend_backward(
         long_grads, short_grads = ((dk, dv), (dq,)) if keys_are_long else ((dq,), (dk, dv))
         for out, grad in zip(joined, long_grads, strict=True):
             part.put(out, grad)
-        short += zip(*(part.slices(grad) for grad in short_grads), strict=True)
+        of_part = [part.sum(grad, stats) for grad in short_grads]
+        sums = [a.add_(b) for a, b in zip(sums, of_part, strict=True)] if sums else of_part
     summed = [
-        _laid_out(torch.stack(grads).sum(dim=0, dtype=stats).to(q.dtype), _strides_like(t))
-        for t, grads in zip(
-            (q,) if keys_are_long else (k, v), zip(*short, strict=True), strict=True
-        )
+        _laid_out(total.to(q.dtype), _strides_like(t))
+        for t, total in zip((q,) if keys_are_long else (k, v), sums, strict=True)
     ]
     dq, dk, dv = (*summed, *joined) if keys_are_long else (*joined, *summed)
     return dq, dk, dv
