@@ -18,8 +18,8 @@ CPU_SLICE = 2048
 """Tokens of a slice on a CPU: keys, values and their gradients of 8 heads stay in the L2 cache."""
 
 CPU_BLOCK = 256
-"""Keys of a slice of an encoder's backward on a CPU: of the 512 that the kernel takes at once, scores
-and their gradients leave the L1 cache (fp32 and fp64 gain 6 to 24 %, bf16 nothing)."""
+"""Keys of a slice of an encoder's backward on a CPU: the scores of the 512 that the kernel takes at
+once, and their gradients, leave the L1 cache (fp32 and fp64 gain 6 to 24 %, bf16 nothing)."""
 
 CUDA_TILE = 64
 """Rows of one thread block of the fused CUDA kernels: B·H·ceil(M/64) blocks without slices."""
