@@ -34,7 +34,9 @@ examples:
 The same command goes on with a study that was cut short. Efficiencies need the single rank of the
 same model and size, so keep 1 among the ranks. Each point has a process group of its own, started
 through torchrun; the points of one model and size take turns, step by step, unless there is a GPU
-(whose memory they could not share) or --no-alternate.
+(whose memory they could not share) or --no-alternate. On a machine shared with others give
+--noise-limit 0.1: a turn waits until a probe of the processors runs as fast as it can, and a turn
+that was disturbed is set aside, in study.json beside those that count, and taken again.
 """
 
 
@@ -62,6 +64,8 @@ def parser() -> Parser:
     add("--rounds", type=int, help="turns of each point (default 5; 1 on GPUs and with --store)")
     add("--steps", type=int, help="timed steps of a turn (default 1; GPUs 30; --store 10)")
     add("--warmup", type=int, help="steps that do not count (default 1; GPUs 5; --store 2)")
+    add("--noise-limit", type=float, help="wait for a quiet machine: 0.1 is a probe a tenth slower")
+    add("--patience-s", type=float, help="most that a family waits for it (default 900)")
     add("--no-alternate", action="store_true", help="measure each point by itself")
     add("--store", type=Path, help="train on a store instead of random numbers")
     add("--title", help="the report's title")
@@ -74,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
     plan = read_plan(options.study) if options.study is not None else {}
     on_gpu = torch.cuda.is_available()
     settings = {**_defaults(on_gpu, options.store), **plan.get("protocol", {})}
-    for name in ("rounds", "steps", "warmup"):
+    for name in ("rounds", "steps", "warmup", "noise_limit", "patience_s"):
         if getattr(options, name) is not None:
             settings[name] = getattr(options, name)
     settings["threads"] = plan.get("protocol", {}).get("threads", options.threads)

@@ -78,6 +78,7 @@ def parser() -> Parser:
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not counted")
     parser.add_argument("--steps", type=int, help="timed steps (default 30 on GPUs, 5 on CPUs)")
     parser.add_argument("--store", type=Path, help="train on it (default: random numbers)")
+    parser.add_argument("--timeout-s", type=float, help="ranks wait (default parallel.timeout_s)")
     parser.add_argument("--out", type=Path, help="JSON file (default: standard output)")
     parser.add_argument("--turns", type=Path, metavar="SOCKET", help="take turns with other points")
     return parser
@@ -108,7 +109,7 @@ def main(argv: Sequence[str]) -> None:
     set_up_logging(rank, world_size)
     if options.threads or not torch.cuda.is_available():
         torch.set_num_threads(options.threads or 1)
-    _, device = start_ranks(config.parallel.timeout_s)
+    _, device = start_ranks(options.timeout_s or config.parallel.timeout_s)
     topology = record(build_topology(config.parallel, device), options.delay_ms / 1e3)
     # The first messages also connect the ranks, whose memory counts as an idle process's.
     pids = Communicator(topology.world_comm.group).gather_texts(str(os.getpid()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 import signal
@@ -19,8 +20,14 @@ from typing import Any
 
 from cpflare.errors import ConfigError
 from cpflare.report.study import Point, Study, missing
+from launch.quiet import Quiet
 from launch.turns import END, TIMED, WARMUP, Wire
 from launch.two_hosts import MONITOR_INTERVAL, Hosts, two_hosts
+
+ALLOCATOR = "glibc.malloc.tcache_count=0"
+"""GLIBC_TUNABLES of the ranks, where the caller has set none. Small pieces that threads keep for
+themselves lie between the tensors and stop freed ones from joining: without them a rank holds 3 to
+6 % less after some steps, and its steps take as long."""
 
 _END_S = 60.0
 """How long a point may take to end once it is told to."""
@@ -35,6 +42,11 @@ class Protocol:
     Each of `rounds` rounds gives every point of a family `steps` timed steps, one point after
     another, after `warmup` steps that do not count. Without `alternate` each point is started,
     measured and ended by itself: points that hold a GPU's memory cannot wait for one another.
+
+    With `noise_limit` a timed turn begins when a probe of the processors takes at most that share
+    longer than its fastest, and counts only if the same is found after it; else the turn is set
+    aside and taken again. What a family spends on this is at most `patience_s`; then turns count as
+    they are. See `launch.quiet`.
     """
 
     rounds: int
@@ -43,6 +55,8 @@ class Protocol:
     threads: int
     alternate: bool = True
     timeout_s: float = 1800.0
+    noise_limit: float | None = None
+    patience_s: float = 900.0
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps", "threads"):
@@ -50,10 +64,22 @@ class Protocol:
                 raise ConfigError(f"--{name} {getattr(self, name)} must be at least 1")
         if self.warmup < 0:
             raise ConfigError(f"--warmup {self.warmup} must be at least 0")
+        if self.noise_limit is not None and not self.noise_limit > 0:
+            raise ConfigError(f"--noise-limit {self.noise_limit} must be above 0; 0.1 is a tenth")
+        if not self.patience_s >= 0:
+            raise ConfigError(f"--patience-s {self.patience_s} must be at least 0")
+
+    @property
+    def limit_s(self) -> float:
+        """The longest that a family may take."""
+        return self.timeout_s + (self.patience_s if self.noise_limit is not None else 0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("rounds", "steps", "warmup", "threads", "alternate")
-        return {name: getattr(self, name) for name in names}
+        names = ["rounds", "steps", "warmup", "threads", "alternate"]
+        if self.noise_limit is not None:
+            names += ["noise_limit", "patience_s"]
+        values = {name: getattr(self, name) for name in names}
+        return values | {"allocator": os.environ.get("GLIBC_TUNABLES", ALLOCATOR)}
 
 
 def run_study(
@@ -74,22 +100,37 @@ def run_study(
     total = sum(len(family) for family in families)
     kept = len(set(points)) - total
     say(f"{total} points to measure" + (f", {kept} are in {path}" if kept else ""))
+    quiet = _quiet(points, protocol) if families else None
     for number, family in enumerate(families, 1):
         say(f"family {number} of {len(families)}: {', '.join(point.name for point in family)}")
         for group in [family] if protocol.alternate else [[point] for point in family]:
-            for record in measure_in_turns(group, protocol, store=store, say=say):
+            for record in measure_in_turns(group, protocol, store=store, quiet=quiet, say=say):
                 study.records[Point.from_dict(record["point"]).name] = record
         study.save(path)
 
 
+def _quiet(points: Sequence[Point], protocol: Protocol) -> Quiet | None:
+    if protocol.noise_limit is None:
+        return None
+    most = max(point.ranks for point in points) * protocol.threads
+    processors = min(most, len(os.sched_getaffinity(0)))
+    return Quiet(processors, protocol.noise_limit, protocol.patience_s)
+
+
 def measure_in_turns(
-    points: Sequence[Point], protocol: Protocol, *, store: Path | None = None, say: Say = print
+    points: Sequence[Point],
+    protocol: Protocol,
+    *,
+    store: Path | None = None,
+    quiet: Quiet | None = None,
+    say: Say = print,
 ) -> list[dict[str, Any]]:
     """Start all points, let them take turns, and return their records."""
     load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cpflare-turns-")))
-        deadline = time.monotonic() + protocol.timeout_s
+        start = time.monotonic()
+        deadline = start + protocol.limit_s
         groups = []
         for index, point in enumerate(points):
             hosts = _hosts_of(point, stack)
@@ -99,12 +140,19 @@ def measure_in_turns(
             groups.append(group)
         for group in groups:
             group.connect(deadline)
-        say(f"  {len(groups)} started in {protocol.timeout_s - deadline + time.monotonic():.0f} s")
+        say(f"  {len(groups)} started in {time.monotonic() - start:.0f} s")
+        if quiet is not None:
+            quiet.begin()
         for turn in range(protocol.rounds + 1):
             what, steps = (TIMED, protocol.steps) if turn else (WARMUP, protocol.warmup)
             # Every other round backwards, so that a drift of the machine favours nobody.
             order = groups if turn % 2 else groups[::-1]
-            seconds = {group.point.name: group.take_turn(what, steps, deadline) for group in order}
+            seconds = {
+                group.point.name: group.take_turn(what, steps, deadline)
+                if quiet is None or what == WARMUP
+                else group.take_quiet_turn(steps, deadline, quiet, say)
+                for group in order
+            }
             times = ", ".join(f"{seconds[group.point.name]:.3g}" for group in groups)
             say(f"  {f'round {turn} of {protocol.rounds}' if turn else 'warm-up'}: {times} s")
         # Samples of one session and round were measured one right after the other.
@@ -131,6 +179,8 @@ class Group:
     pids: list[int] = field(default_factory=list)
     """The ranks' processes, of which torchrun's are the parents."""
     guard: subprocess.Popen[bytes] | None = None
+    noise: list[tuple[float, float, bool]] = field(default_factory=list)
+    """Before and after each timed turn, and whether the turn counts; without a limit nothing."""
 
     @property
     def log(self) -> Path:
@@ -143,7 +193,8 @@ class Group:
         self.listener.listen(1)
         arguments = self._arguments(protocol, store)
         module = "launch.scaling_cp"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(protocol.threads)}
+        environment = {"GLIBC_TUNABLES": ALLOCATOR, **os.environ}
+        environment["OMP_NUM_THREADS"] = str(protocol.threads)
         if self.hosts is None:
             ranks = f"--nproc_per_node={self.point.ranks}"
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks]
@@ -163,6 +214,8 @@ class Group:
     def _arguments(self, protocol: Protocol, store: Path | None) -> list[str]:
         point = self.point
         arguments = [f"--turns={self.base.with_suffix('.socket')}", f"--threads={protocol.threads}"]
+        # Ranks that sleep between their turns must not give one another up.
+        arguments.append(f"--timeout-s={protocol.limit_s:g}")
         for name in ("model", "tokens", "precision", "executor", "method"):
             arguments.append(f"--{name}={getattr(point, name)}")
         if point.network == "emulated":
@@ -205,10 +258,29 @@ class Group:
         times = sorted(max(sample["step_s"]) for sample in samples)
         return float(times[len(times) // 2]) if times else 0.0
 
+    def take_quiet_turn(self, steps: int, deadline: float, quiet: Quiet, say: Say) -> float:
+        """A timed turn on a quiet machine, taken again while there is patience and it was not."""
+        while True:
+            before = quiet.wait()
+            start = time.monotonic()
+            seconds = self.take_turn(TIMED, steps, deadline)
+            after = quiet.noise()
+            counts = max(before, after) <= quiet.limit or quiet.left_s == 0
+            self.noise.append((before, after, counts))
+            if counts:
+                return seconds
+            quiet.spend(time.monotonic() - start)
+            say(
+                f"    {self.point.name}: set aside {seconds:.3g} s, noise {before:.0%} before and "
+                f"{after:.0%} after; patience for {quiet.left_s:.0f} s"
+            )
+
     def end(self, deadline: float) -> dict[str, Any]:
         """Let the point end; its record."""
         self._tell(END, 0)
         record: dict[str, Any] = self._receive(deadline, "record")
+        if self.noise:
+            _set_aside(record, self.noise)
         assert self.wire is not None
         self.wire.close()
         for process in self.processes:
@@ -268,6 +340,15 @@ class Group:
         errors = [line for line in text if line.startswith("error:")] or text[-1:]
         reason = " ".join(errors).removeprefix("error:").strip() or "it gave no answer"
         raise ConfigError(f"point {self.point.name} could not be measured: {reason}")
+
+
+def _set_aside(record: dict[str, Any], noise: Sequence[tuple[float, float, bool]]) -> None:
+    """Part the samples of turns that count from the others', which the record keeps as well."""
+    parts: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    turns = [list(steps) for _, steps in itertools.groupby(record["samples"], lambda s: s["turn"])]
+    for steps, (before, after, counts) in zip(turns, noise, strict=True):
+        parts[counts] += [sample | {"noise": [before, after]} for sample in steps]
+    record["samples"], record["set_aside"] = parts[True], parts[False]
 
 
 def grid(

@@ -142,20 +142,37 @@ def describe(study: Study) -> list[str]:
     )
     on_gpu = bool(machine.get("gpus"))
     kind = "allocated on the GPU" if on_gpu else "resident above the idle process"
+    allocator = protocol.get("allocator")
     loads = [record["load_before"] for record in study.records.values()]
     lines = [
         f"measured {study.date} on {devices}, {memory}, {machine['system']}",
         f"torch {machine['torch']}, Python {machine['python']}, {protocol['threads']} thread(s) a "
-        "rank",
+        "rank" + (f", GLIBC_TUNABLES={allocator}" if allocator else ""),
         f"{protocol['rounds']} rounds of {protocol['steps']} step(s) after {protocol['warmup']} to "
         f"warm up; {order}",
         f"data: {protocol['data']}; load of the machine before: "
         f"{min(loads, default=0.0):.1f} to {max(loads, default=0.0):.1f}",
         f"memory: {kind} (after imports and the process group's start), largest rank",
     ]
+    if "noise_limit" in protocol:
+        lines.append(_noise(study))
     trips = sorted({f"{row.round_trip_ms:.2f}" for row in summarise(study) if row.round_trip_ms})
     if trips:
         lines.append(f"measured round trips between the two hosts: {', '.join(trips)} ms")
     if study.command:
         lines.append(f"command: {study.command}")
     return lines
+
+
+def _noise(study: Study) -> str:
+    """How quiet the machine was found to be, and how often it was not."""
+    limit = study.protocol["noise_limit"]
+    records = list(study.records.values())
+    kept = [max(sample["noise"]) for record in records for sample in record["samples"]]
+    aside = sum(len(record["set_aside"]) for record in records)
+    loud = sum(noise > limit for noise in kept)
+    return (
+        f"noise, by how much a probe of the processors took longer than its fastest: at most "
+        f"{limit:.0%} before and after a step, else it was set aside ({aside} step(s)) and taken "
+        f"again; {loud} of {len(kept)} steps count with more, when patience had run out"
+    )
