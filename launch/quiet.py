@@ -60,10 +60,11 @@ class Quiet:
         """Wait for noise within the limit, or until the patience has run out; the noise then."""
         start = time.monotonic()
         noise = self.noise()
-        while noise > self.limit and time.monotonic() - start < self.left_s:
-            time.sleep(_PAUSE_S)
+        while noise > self.limit and self.left_s > 0:
+            time.sleep(min(_PAUSE_S, self.left_s))
             noise = self.noise()
-        self.spend(time.monotonic() - start)
+            self.spend(time.monotonic() - start)
+            start = time.monotonic()
         return noise
 
     def spend(self, seconds: float) -> None:
