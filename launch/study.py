@@ -26,8 +26,8 @@ from launch.two_hosts import MONITOR_INTERVAL, Hosts, two_hosts
 
 ALLOCATOR = "glibc.malloc.tcache_count=0"
 """GLIBC_TUNABLES of the ranks, where the caller has set none. Small pieces that threads keep for
-themselves lie between the tensors and stop freed ones from joining: without them a rank holds 3 to
-6 % less after some steps, and its steps take as long."""
+themselves lie between the tensors and stop freed ones from joining: without them a rank holds up to
+6 % less after some steps, and its steps take as long within what could be told."""
 
 _END_S = 60.0
 """How long a point may take to end once it is told to."""
