@@ -56,10 +56,12 @@ class Quiet:
         self.best_s = min(self.best_s, seconds)
         return seconds / self.best_s - 1
 
-    def wait(self) -> float:
+    def wait(self, say: Callable[[str], None] = print) -> float:
         """Wait for noise within the limit, or until the patience has run out; the noise then."""
         start = time.monotonic()
         noise = self.noise()
+        if noise > self.limit and self.left_s > 0:
+            say(f"    waiting: noise {noise:.0%}; patience for {self.left_s:.0f} s")
         while noise > self.limit and self.left_s > 0:
             time.sleep(min(_PAUSE_S, self.left_s))
             noise = self.noise()

@@ -103,7 +103,8 @@ def main(argv: Sequence[str]) -> None:
         )
         config = point.config()
         steps = options.steps or (30 if torch.cuda.is_available() else 5)
-        for name, value in (("threads", options.threads), ("steps", steps)):
+        least_one = {"threads": options.threads, "steps": steps, "timeout-s": options.timeout_s}
+        for name, value in least_one.items():
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} {value} must be at least 1")
     set_up_logging(rank, world_size)

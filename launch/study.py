@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import shlex
 import signal
@@ -66,8 +67,8 @@ class Protocol:
             raise ConfigError(f"--warmup {self.warmup} must be at least 0")
         if self.noise_limit is not None and not self.noise_limit > 0:
             raise ConfigError(f"--noise-limit {self.noise_limit} must be above 0; 0.1 is a tenth")
-        if not self.patience_s >= 0:
-            raise ConfigError(f"--patience-s {self.patience_s} must be at least 0")
+        if not 0 <= self.patience_s < math.inf:
+            raise ConfigError(f"--patience-s {self.patience_s} must be at least 0, and finite")
 
     @property
     def limit_s(self) -> float:
@@ -100,7 +101,7 @@ def run_study(
     total = sum(len(family) for family in families)
     kept = len(set(points)) - total
     say(f"{total} points to measure" + (f", {kept} are in {path}" if kept else ""))
-    quiet = _quiet(points, protocol) if families else None
+    quiet = _quiet(points, protocol, say) if families else None
     for number, family in enumerate(families, 1):
         say(f"family {number} of {len(families)}: {', '.join(point.name for point in family)}")
         for group in [family] if protocol.alternate else [[point] for point in family]:
@@ -109,9 +110,11 @@ def run_study(
         study.save(path)
 
 
-def _quiet(points: Sequence[Point], protocol: Protocol) -> Quiet | None:
+def _quiet(points: Sequence[Point], protocol: Protocol, say: Say) -> Quiet | None:
+    """What judges the machine; None where nothing does."""
     if protocol.noise_limit is None:
         return None
+    say("judging the noise of the machine")
     most = max(point.ranks for point in points) * protocol.threads
     processors = min(most, len(os.sched_getaffinity(0)))
     return Quiet(processors, protocol.noise_limit, protocol.patience_s)
@@ -261,7 +264,7 @@ class Group:
     def take_quiet_turn(self, steps: int, deadline: float, quiet: Quiet, say: Say) -> float:
         """A timed turn on a quiet machine, taken again while there is patience and it was not."""
         while True:
-            before = quiet.wait()
+            before = quiet.wait(say)
             start = time.monotonic()
             seconds = self.take_turn(TIMED, steps, deadline)
             after = quiet.noise()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import time
 
 import pytest
@@ -36,7 +37,9 @@ def test_noise_is_over_the_fastest_probe_so_far():
 def test_it_waits_until_the_noise_is_over():
     quiet = _quiet(1.5, 1.05, patience_s=0.2)
     start = time.monotonic()
-    assert quiet.wait() == pytest.approx(0.05)
+    said = []
+    assert quiet.wait(said.append) == pytest.approx(0.05)
+    assert said == ["    waiting: noise 50%; patience for 0 s"]
     assert 0.2 <= time.monotonic() - start < 1.0
 
 
@@ -93,6 +96,8 @@ def test_values_that_cannot_be_are_named():
         Protocol(1, 1, 1, 1, noise_limit=0)
     with pytest.raises(ConfigError, match="--patience-s -1 must be at least 0"):
         Protocol(1, 1, 1, 1, patience_s=-1)
+    with pytest.raises(ConfigError, match="--patience-s inf must be at least 0, and finite"):
+        Protocol(1, 1, 1, 1, patience_s=math.inf)
 
 
 def _study(protocol, records):
