@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from cpflare.report.measure import Bench, Meter, record, synthetic_steps
 from cpflare.report.scaling import summarise
 from cpflare.report.scaling_plots import to_html, write_study
 from cpflare.report.scaling_table import to_csv, to_markdown
-from cpflare.report.study import Point, Study, describe_machine, missing
+from cpflare.report.study import Point, Study, cpu_name, describe_machine, missing
 from cpflare.train.step import Learner
 from launch import compare_peers, scaling
 from launch.study import Protocol, grid, measure_in_turns
@@ -259,6 +260,16 @@ def test_a_family_that_lacks_a_point_is_measured_whole():
     study = _study(_record(ONE, [1.0]), _record(other, [1.0]))
     assert missing(study, [ONE, TWO, other]) == [[ONE, TWO]]
     assert missing(study, [ONE, other]) == []
+
+
+def test_processors_of_one_name_are_told_apart():
+    """A study is not gone on with on another generation, and virtual machines name them alike."""
+    zen5 = "processor : 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name : AMD EPYC\nstepping : 1\n"
+    other = zen5.replace("26", "25")
+    assert cpu_name(f"{zen5}\n{other}") == "AMD EPYC (family 26, model 2, stepping 1)"
+    assert cpu_name(other) == "AMD EPYC (family 25, model 2, stepping 1)"
+    assert cpu_name("model name : Cortex-A72\n") == "Cortex-A72"
+    assert cpu_name("") == (platform.processor() or platform.machine())
 
 
 def test_a_study_goes_on_only_with_its_own_protocol(tmp_path):

@@ -215,9 +215,22 @@ def describe_machine() -> dict[str, Any]:
 
 def _cpu_name() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        return cpu_name(Path("/proc/cpuinfo").read_text())
     except OSError:
-        return platform.processor()
-    return platform.processor() or platform.machine()
+        return platform.processor() or platform.machine()
+
+
+def cpu_name(cpuinfo: str) -> str:
+    """The first processor of a Linux `/proc/cpuinfo`, with its generation.
+
+    Virtual machines call several generations by one name ("AMD EPYC").
+    """
+    lines = (line.partition(":") for line in cpuinfo.split("\n\n")[0].splitlines())
+    values = {key.strip(): value.strip() for key, _, value in lines}
+    name = values.get("model name") or platform.processor() or platform.machine()
+    generation = [
+        f"{label} {values[key]}"
+        for key, label in (("cpu family", "family"), ("model", "model"), ("stepping", "stepping"))
+        if key in values
+    ]
+    return f"{name} ({', '.join(generation)})" if generation else name
