@@ -16,9 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-_ROWS, _CHANNELS, _REPEATS = 100_000, 64, 51
-"""The probe's arrays are larger than the caches, as a step's are. It ends in 1 s: shorter ones tell
-of moments (a tenth up or down from one to the next), which a step of seconds averages."""
+_ROWS, _CHANNELS, _REPEATS = 100_000, 64, 7
+"""The probe's arrays are larger than the caches, as a step's are, and it ends in 0.2 s."""
 _FIRST_PROBES, _FIRST_PAUSE_S = 30, 0.2
 """A quiet moment is likely to be among them."""
 _PAUSE_S = 2.0

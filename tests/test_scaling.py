@@ -262,14 +262,19 @@ def test_a_family_that_lacks_a_point_is_measured_whole():
     assert missing(study, [ONE, other]) == []
 
 
-def test_processors_of_one_name_are_told_apart():
+def test_processors_of_one_name_are_told_apart(tmp_path):
     """A study is not gone on with on another generation, and virtual machines name them alike."""
+    path = tmp_path / "cpuinfo"
+    unnamed = platform.processor() or platform.machine()
+    assert cpu_name(path) == unnamed
     zen5 = "processor : 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name : AMD EPYC\nstepping : 1\n"
     other = zen5.replace("26", "25")
-    assert cpu_name(f"{zen5}\n{other}") == "AMD EPYC (family 26, model 2, stepping 1)"
-    assert cpu_name(other) == "AMD EPYC (family 25, model 2, stepping 1)"
-    assert cpu_name("model name : Cortex-A72\n") == "Cortex-A72"
-    assert cpu_name("") == (platform.processor() or platform.machine())
+    path.write_text(f"{zen5}\n{other}")
+    assert cpu_name(path) == "AMD EPYC (family 26, model 2, stepping 1)"
+    path.write_text(other)
+    assert cpu_name(path) == "AMD EPYC (family 25, model 2, stepping 1)"
+    path.write_text("processor : 0\nCPU part\t: 0xd4f\n")
+    assert cpu_name(path) == f"{unnamed} (CPU part 0xd4f)"
 
 
 def test_a_study_goes_on_only_with_its_own_protocol(tmp_path):

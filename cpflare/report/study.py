@@ -198,7 +198,7 @@ def missing(study: Study, points: Iterable[Point]) -> list[list[Point]]:
 def describe_machine() -> dict[str, Any]:
     """Processor, accelerators and versions."""
     machine: dict[str, Any] = {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
@@ -213,24 +213,16 @@ def describe_machine() -> dict[str, Any]:
     return machine
 
 
-def _cpu_name() -> str:
-    try:
-        return cpu_name(Path("/proc/cpuinfo").read_text())
-    except OSError:
-        return platform.processor() or platform.machine()
-
-
-def cpu_name(cpuinfo: str) -> str:
-    """The first processor of a Linux `/proc/cpuinfo`, with its generation.
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The first processor that Linux lists in `cpuinfo`, with its generation where it tells.
 
     Virtual machines call several generations by one name ("AMD EPYC").
     """
-    lines = (line.partition(":") for line in cpuinfo.split("\n\n")[0].splitlines())
-    values = {key.strip(): value.strip() for key, _, value in lines}
+    # Other systems have no such file, processors of other kinds no such lines.
+    first = cpuinfo.read_text().split("\n\n")[0] if cpuinfo.exists() else ""
+    fields = (line.partition(":") for line in first.splitlines())
+    values = {key.strip(): value.strip() for key, _, value in fields}
     name = values.get("model name") or platform.processor() or platform.machine()
-    generation = [
-        f"{label} {values[key]}"
-        for key, label in (("cpu family", "family"), ("model", "model"), ("stepping", "stepping"))
-        if key in values
-    ]
+    keys = ("cpu family", "model", "stepping", "CPU part")
+    generation = [f"{key.removeprefix('cpu ')} {values[key]}" for key in keys if key in values]
     return f"{name} ({', '.join(generation)})" if generation else name
