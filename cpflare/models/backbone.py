@@ -17,10 +17,10 @@ from cpflare.ops import Reducer
 from cpflare.ops.random import token_dropout
 
 CPU_CHUNK_BYTES = 2**19
-"""Bytes of one activation of a chunk on a CPU: half a MiB, so that the two or three which an operation
-touches stay near a core's own cache. On an EPYC with 1 MiB of it (family 26, model 2; C = 64) chunks
-of twice the size take 1 to 4 % longer, on one rank and on two that share the outer cache; chunks of
-half the size take up to 5 % longer, in Python."""
+"""Bytes of one activation of a chunk on a CPU: half a MiB, so that the two or three which an
+operation touches stay near a core's own cache. On an EPYC with 1 MiB of it (family 26, model 2; C =
+64) chunks of twice the size take 1 to 4 % longer, on one rank and on two that share the outer
+cache; chunks of half the size take up to 5 % longer, in Python."""
 
 _CHUNK_LENGTHS = 64
 """How many lengths of chunks follow one another before the first one comes again."""
