@@ -8,11 +8,11 @@
 #
 # Run it as root, on a machine of your own: jobs run as root. Jobs of partition `high` preempt those
 # of `low`, which get GRACE seconds of warning and go back into the queue.
-# Settings: STATE (folder of the cluster's files), CPUS (that SLURM shall believe each node to have),
+# Settings: STATE (folder of the cluster's files; cpflare-slurm in TMPDIR unless set), CPUS (that SLURM shall believe each node to have),
 # GRACE, PORT (the first of three).
 set -euo pipefail
 
-state="${STATE:-/tmp/cpflare-slurm}"
+state="${STATE:-$(dirname "$(mktemp -u)")/cpflare-slurm}"
 cpus="${CPUS:-4}"
 grace="${GRACE:-60}"
 port="${PORT:-16817}"

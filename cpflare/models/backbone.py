@@ -18,9 +18,9 @@ from cpflare.ops.random import token_dropout
 
 CPU_CHUNK_BYTES = 2**19
 """Bytes of one activation of a chunk on a CPU: half a MiB, so that the two or three which an
-operation touches stay near a core's own cache. On an EPYC with 1 MiB of it (family 26, model 2; C =
-64) chunks of twice the size take 1 to 4 % longer, on one rank and on two that share the outer
-cache; chunks of half the size take up to 5 % longer, in Python."""
+operation touches stay near a core's own cache. Measured in memory at C = 64, on an EPYC with 1 MiB
+of it (family 26, model 2): twice the size takes 1 to 4 % longer, on one rank and on two that share
+the outer cache; half the size takes up to 5 % longer."""
 
 _CHUNK_LENGTHS = 64
 """How many lengths of chunks follow one another before the first one comes again."""
@@ -205,7 +205,12 @@ def default_chunk_tokens(x: Tensor, width: int) -> int:
     """
     if x.device.type != "cpu":
         return max(x.shape[1], 1)
-    return max(CPU_CHUNK_BYTES // (width * x.element_size()), 256)
+    return cpu_chunk_tokens(width, x.element_size())
+
+
+def cpu_chunk_tokens(width: int, element_bytes: int) -> int:
+    """Tokens of a chunk on a CPU, for activations of `width` channels of `element_bytes` each."""
+    return max(CPU_CHUNK_BYTES // (width * element_bytes), 256)
 
 
 def build_model(config: Config | Mapping[str, Any] | str) -> Backbone:

@@ -10,7 +10,7 @@ from typing import Any
 
 from cpflare.config import Config
 from cpflare.engine.configure import GPU_CHUNK
-from cpflare.models.backbone import CPU_CHUNK_BYTES
+from cpflare.models.backbone import cpu_chunk_tokens
 from cpflare.ops.merge import GATHER_UP_TO
 from cpflare.parallel.grad_sync import BUCKET_BYTES
 from cpflare.precision import weight_dtype
@@ -258,7 +258,7 @@ def default_chunk(config: Config, tokens: int, *, on_cpu: bool) -> int:
         return config.engine.chunk_tokens
     if on_cpu:
         size = weight_dtype(config.train.precision).itemsize
-        return max(CPU_CHUNK_BYTES // (config.model.channels * size), 256)
+        return cpu_chunk_tokens(config.model.channels, size)
     return GPU_CHUNK if config.engine.executor == "streamed" else max(tokens, 1)
 
 
