@@ -22,6 +22,9 @@ operation touches stay near a core's own cache. Measured in memory at C = 64, on
 of it (family 26, model 2): twice the size takes 1 to 4 % longer, on one rank and on two that share
 the outer cache; half the size takes up to 5 % longer."""
 
+_LEAST_CPU_CHUNK = 256
+"""Fewer tokens cost more in calls than they save in the caches."""
+
 _CHUNK_LENGTHS = 64
 """How many lengths of chunks follow one another before the first one comes again."""
 
@@ -183,16 +186,17 @@ class _TokenDrop:
 def chunk_bounds(x: Tensor, width: int, chunk_tokens: int | None) -> list[slice]:
     """Bounds of the chunks of x [B, n, F]; one, if there are no tokens. See `default_chunk_tokens`.
 
-    By default neighbours on a CPU differ by a token. The C library's aligned allocation of a tensor
-    does not fit into the hole that one of the same size left, so that with equal chunks a third of
-    the memory lies waste (glibc 2.36: 5.3 GB resident for 3.4 GB in use); a smaller one does.
+    None is longer than `chunk_tokens`. On a CPU neighbours differ by a token, unless short.
+    The C library's aligned allocation of a tensor does not fit into the hole that one of the same
+    size left, so that with equal chunks a third of the memory lies waste (glibc 2.36: 5.3 GB
+    resident for 3.4 GB in use); a smaller one does.
     """
     size = chunk_tokens or default_chunk_tokens(x, width)
-    differ = chunk_tokens is None and x.device.type == "cpu"
+    differ = x.device.type == "cpu" and size >= _LEAST_CPU_CHUNK
     bounds: list[slice] = []
     start = 0
     while start < x.shape[1] or not bounds:
-        stop = start + (max(size - len(bounds) % _CHUNK_LENGTHS, 1) if differ else size)
+        stop = start + (size - len(bounds) % _CHUNK_LENGTHS if differ else size)
         bounds.append(slice(start, stop))
         start = stop
     return bounds
@@ -210,7 +214,7 @@ def default_chunk_tokens(x: Tensor, width: int) -> int:
 
 def cpu_chunk_tokens(width: int, element_bytes: int) -> int:
     """Tokens of a chunk on a CPU, for activations of `width` channels of `element_bytes` each."""
-    return max(CPU_CHUNK_BYTES // (width * element_bytes), 256)
+    return max(CPU_CHUNK_BYTES // (width * element_bytes), _LEAST_CPU_CHUNK)
 
 
 def build_model(config: Config | Mapping[str, Any] | str) -> Backbone:
