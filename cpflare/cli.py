@@ -39,7 +39,7 @@ def synth(
     workers: Annotated[int, typer.Option(min=1, help="processes")] = 1,
 ) -> None:
     """Make an embedded data set: cars over a ground plane, laid out as DrivAerML lays its files."""
-    from data_prep.synthetic import synthesise
+    from data_prep.cars.synthetic import synthesise
 
     written = synthesise(out, cases=cases, cells=cells, seed=seed, workers=workers)
     print(f"{len(written)} cases in {out}")
@@ -154,7 +154,7 @@ def convert(
 
     from cpflare.data.store import Store
     from cpflare.log import show_progress
-    from data_prep.interchange import write
+    from data_prep.formats.layouts import write
 
     opened = Store.open(store)
     names = case or opened.cases
@@ -208,7 +208,7 @@ def predict(context: typer.Context) -> None:
 @app.command(**_PASS_ON)
 def scaling(context: typer.Context) -> None:
     """Measure strong scaling: cpflare scaling --models flare,flarepp --ranks 1,2 --out OUT"""
-    from launch import scaling
+    from cpflare.scaling import command as scaling
 
     _run(scaling, context.args)
 
@@ -216,7 +216,7 @@ def scaling(context: typer.Context) -> None:
 @app.command(**_PASS_ON)
 def plan(context: typer.Context) -> None:
     """Predict memory and step time: cpflare plan --cells 8.6e6 --ranks 4 --device h100"""
-    from launch import plan
+    from cpflare.plan import command as plan
 
     _run(plan, context.args)
 
@@ -231,7 +231,7 @@ def _run(module: Any, arguments: Sequence[str]) -> None:
 
 def _ranks_of(arguments: Sequence[str], parser: Any) -> tuple[int, list[str]]:
     """Take --nproc R out of a launcher's arguments, and answer --help with the launcher's own."""
-    from launch.arguments import Parser
+    from cpflare.arguments import Parser
 
     if "--help" in arguments or "-h" in arguments:
         parser.print_help()

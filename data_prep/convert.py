@@ -9,8 +9,8 @@ from typing import Any
 
 from cpflare.data.store_writer import StoreWriter
 from cpflare.errors import DataError
-from data_prep import interchange
 from data_prep.fields import FieldMap
+from data_prep.formats import layouts as interchange
 from data_prep.parameters import read_parameters
 from data_prep.read import file_checksum, load_case
 

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpflare.errors import DataError
-from data_prep import ply, targets, vtk_arrays, vtk_files, vtk_xml
+from data_prep import targets
 from data_prep.fields import FieldMap
+from data_prep.formats import ply, vtk_arrays, vtk_files, vtk_xml
 from data_prep.geometry import (
     Geometry,
     Surface,

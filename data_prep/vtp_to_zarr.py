@@ -16,9 +16,9 @@ from tqdm import tqdm
 from cpflare.data.store import MARK, natural_order
 from cpflare.data.store_writer import LOCK, StoreWriter
 from cpflare.errors import DataError
-from data_prep import interchange
 from data_prep.convert import Outcome, convert_case, source_size
 from data_prep.fields import FieldMap, load_field_map
+from data_prep.formats import layouts as interchange
 from data_prep.read import SUFFIXES
 from data_prep.splits import draw_splits, keep_present, load_splits
 from data_prep.workers import run_tasks

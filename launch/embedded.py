@@ -20,7 +20,7 @@ def ensure_embedded_store(store: str | Path) -> None:
     Raises:
         DataError: a case could not be prepared.
     """
-    from data_prep.synthetic import synthesise
+    from data_prep.cars.synthetic import synthesise
     from data_prep.vtp_to_zarr import prepare
 
     store = Path(store)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cpflare.arguments import Parser
 from cpflare.config import ParallelConfig
 from cpflare.data.store import Store
 from cpflare.engine import parallelize
@@ -15,13 +16,12 @@ from cpflare.engine.configure import parse_bytes
 from cpflare.errors import ConfigError, DataError
 from cpflare.evaluate.job import Mesh, Predictor
 from cpflare.evaluate.predict import Inference, load_weights
+from cpflare.lifeline.lifeline import stop_on_signals
 from cpflare.log import set_up_logging
 from cpflare.models import build_model
-from cpflare.parallel.lifeline import stop_on_signals
 from cpflare.parallel.runtime import agreed, run_guarded, same_on_all
 from cpflare.parallel.topology import build_topology, environment_ranks, start_ranks
 from cpflare.train.run_dir import WEIGHTS, RunDescription, read_run
-from launch.arguments import Parser
 
 EXAMPLES = """\
 examples:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cpflare.arguments import Parser
 from cpflare.data.store import MARK
 from cpflare.data.store_writer import StoreWriter
 from cpflare.errors import ConfigError
@@ -20,7 +21,6 @@ from data_prep.convert import source_size
 from data_prep.fields import load_field_map
 from data_prep.vtp_to_zarr import DEFAULT_DATASET, PrepSummary, find_cases, prepare
 from data_prep.workers import run_tasks
-from launch.arguments import Parser
 
 EXAMPLES = """\
 example:

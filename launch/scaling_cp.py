@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch._dynamo  # 75 MB that torch's optimisers import when the first is made
 
+from cpflare.arguments import Parser
 from cpflare.config import Config
 from cpflare.data.loader import Step
 from cpflare.data.store import Store
@@ -24,7 +25,7 @@ from cpflare.log import set_up_logging
 from cpflare.parallel.comm import Communicator
 from cpflare.parallel.runtime import agreed, run_guarded, same_on_all
 from cpflare.parallel.topology import Topology, build_topology, environment_ranks, start_ranks
-from cpflare.report.measure import (
+from cpflare.scaling.measure import (
     Bench,
     Meter,
     measure_loading,
@@ -32,12 +33,11 @@ from cpflare.report.measure import (
     stored_steps,
     synthetic_steps,
 )
-from cpflare.report.study import METHODS, Point
+from cpflare.scaling.peers import PeerLearner, build_stepper
+from cpflare.scaling.study import METHODS, Point
+from cpflare.scaling.turns import END, TIMED, WARMUP, OwnTurns, SocketTurns, Turn, Turns
 from cpflare.train.loop import Trainer
 from cpflare.train.step import Learner
-from launch.arguments import Parser
-from launch.peers import PeerLearner, build_stepper
-from launch.turns import END, TIMED, WARMUP, OwnTurns, SocketTurns, Turn, Turns
 
 EXAMPLES = """\
 examples:

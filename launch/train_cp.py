@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
+from cpflare.arguments import Parser, describe_keys
 from cpflare.config import load_config
+from cpflare.lifeline.lifeline import own_lifeline, stop_on_signals
 from cpflare.log import set_up_logging
-from cpflare.parallel.lifeline import own_lifeline, stop_on_signals
 from cpflare.parallel.runtime import STOPPED, USER_ERROR, agreed, run_guarded, same_on_all
 from cpflare.parallel.topology import build_topology, environment_ranks, resolve_axes, start_ranks
 from cpflare.train.loop import train
-from launch.arguments import Parser, describe_keys
 from launch.embedded import EMBEDDED, ensure_embedded_store
 
 EXAMPLES = """\

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import harness
 import pytest
 import torch
+
+from support import harness
 
 torch.set_num_threads(1)
 

@@ -1,6 +1,6 @@
 """Writes the Zarr v3 store: cases aside and renamed when whole, the completion mark last.
 
-Codecs, measured with `launch/bench_codecs.py` on shuffled rows in this layout (a million rows of
+Codecs, measured with `benchmarks/codecs.py` on shuffled rows in this layout (a million rows of
 an embedded car; in brackets two million of a torus of quads; processor time of a 2-core machine):
 
     codec                          size             write      read of 100,000 rows, 4 fields
@@ -18,7 +18,7 @@ Field by field, shuffled float32 rows hardly pack (lz4 with bits shuffled: posit
 stored raw, the rest as lz4 with bits shuffled, all with crc32c, whose cost drowns in the noise:
 80 bytes a row become 65. Rounding saves 17 points more, but changes the truth that is learnt.
 
-Preparation is measured by `launch/bench_prep.py`; `studies/prep.json` holds its figures.
+Preparation is measured by `benchmarks/prep.py`; `studies/prep.json` holds its figures.
 """
 
 from __future__ import annotations

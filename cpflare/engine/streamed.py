@@ -25,7 +25,7 @@ from cpflare.engine.activations import ActivationStore, NoActivations
 from cpflare.models.backbone import Backbone, Block, Drop
 from cpflare.models.mixer import SoftmaxStage, State
 from cpflare.ops.attention import attend_backward
-from cpflare.ops.encoder import encode_chunks, sum_state_gradient
+from cpflare.ops.chunked import encode_chunks, sum_state_gradient
 from cpflare.ops.merge import start_merge
 
 

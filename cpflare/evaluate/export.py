@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from cpflare.data.store import natural_order
 from cpflare.errors import DataError
+from cpflare.evaluate.exchange import MAX_CHUNK_BYTES, write_npz_chunks, write_zarr
 from cpflare.evaluate.files import one_line, read_arrays, read_mesh, written_aside
-from cpflare.evaluate.interchange import MAX_CHUNK_BYTES, write_npz_chunks, write_zarr
 from cpflare.evaluate.source_units import VECTOR_FIELDS, source_field
 
 Array = NDArray[Any]

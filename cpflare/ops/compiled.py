@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cpflare.ops.attention import attend, attend_backward, empty_output, statistics_dtype
-from cpflare.ops.encoder import encode_backward, encode_chunks
+from cpflare.ops.chunked import encode_backward, encode_chunks
 from cpflare.ops.merge import merge_over_ranks
 from cpflare.parallel.comm import Communicator
 

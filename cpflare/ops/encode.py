@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cpflare.ops.attention import attend, attend_backward
+from cpflare.ops.chunked import encode_backward, encode_chunks
 from cpflare.ops.compiled import compiled_decode, compiled_encode
-from cpflare.ops.encoder import encode_backward, encode_chunks
 from cpflare.ops.merge import Merge, start_merge
 from cpflare.parallel.comm import Communicator, as_communicator
 

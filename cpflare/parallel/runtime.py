@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from cpflare.errors import CpflareError, NonFiniteError
+from cpflare.lifeline.hub import FAILED, print_error
+from cpflare.lifeline.lifeline import own_lifeline
 from cpflare.parallel.comm import Communicator
-from cpflare.parallel.hub import FAILED, print_error
-from cpflare.parallel.lifeline import own_lifeline
 from cpflare.parallel.topology import environment_ranks
 
 USER_ERROR = 2

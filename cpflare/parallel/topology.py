@@ -13,8 +13,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from cpflare.config import ParallelConfig
 from cpflare.errors import TopologyError
+from cpflare.lifeline.lifeline import Lifeline, own_lifeline
 from cpflare.parallel.comm import Communicator
-from cpflare.parallel.lifeline import Lifeline, own_lifeline
 
 
 @dataclass(frozen=True)

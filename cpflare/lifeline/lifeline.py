@@ -1,0 +1,353 @@
+"""A line from every rank to rank 0 beside the collectives.
+
+Over it go signs of life, the cause of a failure, and requests to stop, so that no rank waits in a
+collective for one that is gone, and rank 0 can say why. A process that is not connected (a single
+rank) is its own master: nothing is sent and no thread runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from cpflare.errors import TopologyError
+from cpflare.lifeline.hub import FAILED, Hub, print_error
+from cpflare.lifeline.wire import Wire
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+_KEY = "lifeline"
+_CONNECT_S = 5.0
+_CLOSE_S = 20.0
+"""How long a failing process may still write a checkpoint that is under way; torchrun kills after
+30 s."""
+
+
+class KeyValues(Protocol):
+    """What the ranks share before they are connected: a `torch.distributed` store."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+
+class Lifeline:
+    """One process's end of the line."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        self.before_exit: list[Callable[[], None]] = []
+        """Called, and waited for, before a failure elsewhere ends this process."""
+        self.place = ""
+        """What this rank is doing, as a message has it: `step 12`. Whoever does it sets it."""
+        self.status_file: Path | None = None
+        """Where rank 0 writes its exit status, for a launcher that does not pass it on."""
+        self._request: str | None = None
+        self._wire: Wire | None = None
+        self._hub: Hub | None = None
+        self._changed = threading.Condition()
+        self._passed = 0  # safe points gone by
+        self._preparing = False
+        self._stop_at: int | None = None
+        self._left = False
+        self._wake: tuple[int, int] | None = None
+        self._first: dict[str, Any] = {}  # rank 0's process
+
+    # ---- joining and leaving ----------------------------------------------------------------
+
+    def connect(
+        self, store: KeyValues, rank: int, world_size: int, *, timeout_s: float, one_host: bool
+    ) -> None:
+        """Join the line of all ranks, whose address travels through `store`.
+
+        A rank that is silent for three quarters of `timeout_s` is given up, so that all have ended
+        within it. With `one_host` the line listens on the loopback interface alone.
+
+        Raises:
+            TopologyError: rank 0 cannot be reached.
+        """
+        self.rank, self.world_size = rank, world_size
+        silent_s = 0.75 * timeout_s
+        process = {
+            "host": os.uname().nodename,
+            "namespace": _process_namespace(),
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+        }
+        hello = {"hello": rank, "process": process}
+        early: list[dict[str, Any]] = []
+        if rank == 0:
+            listener = _listen(one_host)
+            own, theirs = socket.socketpair()
+            self._hub = Hub(listener, theirs, process, world_size, silent_s, lambda: self.place)
+            self._hub.start()
+            address = {
+                "hosts": ["127.0.0.1"] if one_host else own_addresses(),
+                "port": listener.getsockname()[1],
+                "token": self._hub.token,
+            }
+            store.set(_KEY, json.dumps(address))
+            self._wire = Wire(own)
+            self._wire.send(**hello, token=self._hub.token)
+        else:
+            address = json.loads(store.get(_KEY))
+            self._wire, early = _reach(address, hello, timeout_s)
+        self._wake = os.pipe()
+        os.set_blocking(self._wake[1], False)
+        listening = threading.Thread(
+            target=self._listen, args=(self._wire, early, silent_s), name="lifeline", daemon=True
+        )
+        listening.start()
+
+    def leave(self) -> None:
+        """End in good order: wait until every rank has done its work. Collective.
+
+        A rank that still writes, rank 0 for one, is waited for as long as it gives signs of life.
+        """
+        wire = self._wire
+        if wire is None:
+            return
+        wire.send(bye=True)
+        with self._changed:
+            self._changed.wait_for(lambda: self._left)
+        self._wire = None
+        if self._hub is not None:
+            self._hub.join()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there are other ranks to tell."""
+        return self._wire is not None
+
+    # ---- what the main thread says ----------------------------------------------------------
+
+    def request_stop(self, why: str) -> None:
+        """Ask all ranks to stop at a common safe point. May be called by a signal's handler."""
+        if self._request is None:
+            self._request = why
+            if self._wake is not None:
+                # A full pipe has woken the thread already.
+                with suppress(BlockingIOError):
+                    os.write(self._wake[1], b"s")
+
+    def safe_point(self) -> str | None:
+        """Where a run may stop: the reason why it shall, or None. All ranks get the same answer.
+
+        Every rank must come by the same safe points in the same order. Communication: none, unless
+        a stop was asked for: then one short exchange beside the collectives.
+        """
+        if self._wire is None:
+            return self._request
+        with self._changed:
+            # The answer comes from the ranks' threads, whatever their main threads wait for.
+            self._changed.wait_for(lambda: not self._preparing or self._stop_at is not None)
+            if self._stop_at == self._passed:
+                return self._request
+            self._passed += 1
+        return None
+
+    def fail(self, message: str, status: int, *, late: bool = False) -> None:
+        """Tell all ranks why this one cannot go on; rank 0 prints it once and all end with
+        `status`.
+
+        `late` marks an error that another rank's failure may have caused: it only counts where no
+        other reason turns up. Returns only where there is nobody to tell.
+        """
+        wire = self._wire
+        if wire is None:
+            print_error(message)
+            return
+        wire.send(place=self.place, fault=message, status=status, late=late)
+        # The line's thread ends this process; a rank 0 that is gone is found out there as well.
+        time.sleep(_CLOSE_S + 10)
+        print_error(message)
+        self._end(status)
+
+    def write_status(self, status: int) -> None:
+        """Leave the exit status in `status_file`, where one is wanted. Rank 0 alone does it."""
+        if self.status_file is not None and self.rank == 0:
+            aside = self.status_file.with_name(f".{self.status_file.name}.partial")
+            aside.write_text(f"{status}\n")
+            aside.replace(self.status_file)
+
+    # ---- the line's thread ------------------------------------------------------------------
+
+    def _listen(self, wire: Wire, early: list[dict[str, Any]], silent_s: float) -> None:
+        interval = min(1.0, silent_s / 5)
+        assert self._wake is not None
+        for message in early:
+            self._hear(wire, message)
+        heard = beaten = woke = time.monotonic()
+        asked = False
+        while True:
+            line, wake = wire.fileno(), self._wake[0]
+            ready, _, _ = select.select([line, wake], [], [], interval / 2)
+            now = time.monotonic()
+            if now - woke > silent_s / 2:  # this process itself was stopped
+                heard = now
+            woke = now
+            if wake in ready:
+                os.read(wake, 64)
+            if self._request is not None and not asked:
+                asked = True
+                wire.send(stop=self._request)
+            if now - beaten >= interval:
+                beaten = now
+                wire.send(beat=True, place=self.place)
+            if line in ready:
+                heard = now
+                try:
+                    messages = wire.receive()
+                except EOFError:
+                    self._orphaned("its process was killed or crashed")
+                for message in messages:
+                    self._hear(wire, message)
+                if self._left:
+                    wire.close()
+                    return
+            if now - heard > silent_s:
+                _kill_siblings([self._first])
+                self._orphaned(f"no sign of life for {silent_s:.0f} s; it was stopped or cut off")
+
+    def _hear(self, wire: Wire, message: dict[str, Any]) -> None:
+        if "end" in message:
+            _kill_siblings(message.get("kill", []))
+            self._end(int(message["status"]))
+        if "welcome" in message:
+            self._first = message["welcome"]
+        with self._changed:
+            if "prepare" in message:
+                # From now on the main thread waits at its next safe point for the decision.
+                self._preparing = True
+                wire.send(next=self._passed)
+            elif "stop_at" in message:
+                self._request = self._request or str(message["why"])
+                self._stop_at = int(message["stop_at"])
+            elif "bye" in message:
+                self._left = True
+            self._changed.notify_all()
+
+    def _orphaned(self, why: str) -> NoReturn:
+        """Rank 0 is gone: one rank a host says so, and all end."""
+        local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        if local_rank == (1 if self.rank == local_rank else 0):
+            print_error(f"[rank 0] {self.place or 'starting'}: {why} (seen by rank {self.rank})")
+        else:
+            time.sleep(0.5)  # its exit would make the launcher end the one that speaks
+        self._end(FAILED)
+
+    def _end(self, status: int) -> NoReturn:
+        """End this process at once: its main thread may wait in a collective that never returns."""
+        deadline = time.monotonic() + _CLOSE_S
+        for action in self.before_exit:
+            closing = threading.Thread(target=action, daemon=True)
+            closing.start()
+            closing.join(max(deadline - time.monotonic(), 0))
+        self.write_status(status)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+_own = Lifeline()
+
+
+def own_lifeline() -> Lifeline:
+    """This process's end. A process is one rank, so there is one."""
+    return _own
+
+
+@contextmanager
+def stop_on_signals(lifeline: Lifeline) -> Iterator[None]:
+    """Let SIGTERM and SIGUSR1 ask for a stop at the next safe point while inside."""
+
+    def ask(number: int, _: object) -> None:
+        lifeline.request_stop(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def own_addresses() -> list[str]:
+    """Addresses under which other hosts may reach this one, the likeliest first."""
+    found: list[str] = []
+    for name in (os.environ.get("MASTER_ADDR", "localhost"), socket.gethostname()):
+        with suppress(OSError):
+            for family, kind, _, _, address in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM):
+                # Nothing is sent: connecting a datagram socket only asks which interface is used.
+                with suppress(OSError), socket.socket(family, kind) as probe:
+                    probe.connect(address)
+                    found.append(str(probe.getsockname()[0]))
+    return list(dict.fromkeys([*found, socket.gethostname()]))
+
+
+def _listen(one_host: bool) -> socket.socket:
+    if one_host:
+        return socket.create_server(("127.0.0.1", 0), backlog=128)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+        )
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def _reach(
+    address: dict[str, Any], hello: dict[str, Any], timeout_s: float
+) -> tuple[Wire, list[dict[str, Any]]]:
+    """Connect to rank 0 under one of its addresses; returns the wire and rank 0's first messages.
+
+    Another service may listen under an address that means another host here: only rank 0 answers.
+    """
+    deadline, reason = time.monotonic() + timeout_s / 2, ""
+    while True:
+        for host in address["hosts"]:
+            try:
+                wire = Wire(socket.create_connection((host, address["port"]), _CONNECT_S))
+                wire.send(**hello, token=address["token"])
+                if select.select([wire], [], [], _CONNECT_S)[0]:
+                    messages = wire.receive()
+                    if messages and isinstance(messages[0].get("welcome"), dict):
+                        return wire, messages
+                reason = f"{host} does not answer as rank 0 does"
+            except (OSError, EOFError) as error:
+                reason = f"{host}: {error}"
+        if time.monotonic() > deadline:
+            raise TopologyError(
+                f"[rank {hello['hello']}] cannot reach rank 0 at port {address['port']} of "
+                f"{', '.join(address['hosts'])} ({reason}); open the ports between the hosts"
+            )
+        time.sleep(0.5)
+
+
+def _process_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _kill_siblings(processes: list[dict[str, Any]]) -> None:
+    """End ranks that do not answer and that the same launcher started on this host."""
+    here = {
+        "host": os.uname().nodename,
+        "namespace": _process_namespace(),
+        "parent": os.getppid(),
+    }
+    for process in processes:
+        if all(process.get(key) == value for key, value in here.items()):
+            with suppress(ProcessLookupError):
+                os.kill(int(process["pid"]), signal.SIGKILL)

@@ -1,0 +1,105 @@
+"""Real AhmedML solutions from VTP files to a predicted surface, and their published drag."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+
+import numpy as np
+import pytest
+
+from cpflare.data.store import Store
+from cpflare.data.verify import inspect_store
+from cpflare.evaluate.evaluate import evaluate_predictions
+from data_prep.vtp_to_zarr import prepare
+from launch import predict_cp, train_cp
+from support.harness import run_ranks
+from support.paths import REAL
+from support.stores import read_metrics
+
+FILES = [REAL / f"ahmedml_boundary_{number}_mapped.vtp" for number in range(1, 6)]
+CASES = [path.stem for path in FILES]
+HELD_OUT = CASES[4]
+
+pytestmark = pytest.mark.skipif(not FILES[0].is_file(), reason=f"needs {REAL}")
+pv = pytest.importorskip("pyvista")
+
+
+def train_rank(rank, world_size, arguments):
+    with contextlib.redirect_stderr(io.StringIO()):
+        train_cp.main(arguments)
+
+
+def predict_rank(rank, world_size, arguments):
+    with contextlib.redirect_stdout(io.StringIO()):
+        predict_cp.main(arguments)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The store of all five, FLARE++ trained on four over two ranks, and predictions of all."""
+    folder = tmp_path_factory.mktemp("real")
+    splits = {"train": CASES[:4], "val": [], "test": [HELD_OUT]}
+    (folder / "splits.json").write_text(json.dumps(splits))
+    store, run_dir = folder / "store", folder / "run"
+    assert prepare(FILES, store, dataset="ahmedml_mapped", splits=folder / "splits.json").ok
+    model = ["model.channels=32", "model.heads=4", "model.blocks=2", "model.latents=16"]
+    train = ["train.steps=48", "train.lr=5e-3", "data.tokens=2000"]
+    run = ["quickstart", f"data.store={store}", f"run.dir={run_dir}", *model, *train]
+    run_ranks(2, train_rank, run, timeout_s=300)
+    command = [str(run_dir), "--cases", ",".join(CASES), "--out", str(folder / "out")]
+    run_ranks(2, predict_rank, command, timeout_s=300)
+    return folder
+
+
+def test_the_store_holds_every_point_once_and_verifies(folder):
+    store = Store.open(folder / "store")
+    assert list(store.cases) == CASES
+    assert store.split("train") == tuple(CASES[:4])
+    assert store.split("test") == (HELD_OUT,)
+    assert inspect_store(store.path, verify=True).problems == []
+    for path in FILES:
+        case, source = store.case(path.stem), pv.read(path)
+        rows = case.read()
+        assert case.association == "point"
+        assert sorted(rows["cell_id"]) == list(range(source.n_points))
+        pressure = np.asarray(source.point_data["pMean"])[rows["cell_id"]]
+        assert np.array_equal(rows["pressure"], pressure.astype(np.float32))
+
+
+def test_training_learns_something_of_them(folder):
+    losses = [step["loss"] for step in read_metrics(folder / "run")]
+    assert len(losses) == 48
+    # Predicting the mean scores 1 in standardised units.
+    assert np.mean(losses[-8:]) < 0.8 * np.mean(losses[:4])
+    assert np.mean(losses[-8:]) < 0.8
+
+
+def test_the_held_out_surface_is_predicted_whole_on_its_mesh(folder):
+    source = pv.read(FILES[4])
+    mesh = pv.read(folder / "out" / f"{HELD_OUT}.vtp")
+    assert np.array_equal(mesh.points, source.points)
+    assert np.array_equal(mesh.faces, source.faces)
+    assert np.array_equal(mesh.point_data["pMean"], source.point_data["pMean"])
+    for name, shape in {"pMean": (), "wallShearStressMean": (3,)}.items():
+        predicted = mesh.point_data[f"{name}_pred"]
+        assert predicted.shape == (source.n_points, *shape)
+        assert np.isfinite(predicted).all()
+        error = mesh.point_data[f"{name}_error"]
+        # In float32, of values up to 1.
+        assert np.allclose(error, predicted - source.point_data[name], atol=1e-6)
+    # It follows the truth from point to point, which rows in another order would not.
+    assert np.corrcoef(mesh.point_data["pMean_pred"], mesh.point_data["pMean"])[0, 1] > 0.5
+
+
+def test_the_evaluation_integrates_the_published_drag(folder):
+    metrics = evaluate_predictions(folder / "out", Store.open(folder / "store"))
+    assert list(metrics["cases"]) == CASES
+    drag = [round(metrics["cases"][case]["forces"]["Cd"]["true"], 3) for case in CASES]
+    assert drag == [0.256, 0.349, 0.278, 0.416, 0.256]
+    held_out = metrics["cases"][HELD_OUT]
+    # It is 0.56; the training mean would score 1 or so.
+    assert 0 < held_out["pressure"]["rel_l2"] < 0.8
+    assert 0 < held_out["pressure"]["rel_l2_area"] < 0.8
+    assert held_out["forces"]["Cd"]["pred"] != held_out["forces"]["Cd"]["true"]
