@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cpflare.errors import ConfigError
 from cpflare.models import Backbone
-from cpflare.models.backbone import Block, Drop
+from cpflare.models.backbone import Block, Site
 from cpflare.models.mixer import State, Tokens
 
 
@@ -38,53 +38,56 @@ def compile_local(model: Backbone) -> Backbone:
             f"engine.compile=true needs the C++ compiler {compiler}, which is not on PATH; install "
             "it, name another one in the variable CXX, or set engine.compile=false"
         )
-    model.in_proj.compile()
-    model.out_norm.compile()
-    model.out_proj.compile()
+    model.__class__ = CompiledBackbone
     for block in model.blocks:
-        assert isinstance(block, Block)
-        block.tokens = partial(_tokens, block)  # type: ignore[method-assign]
-        block.mix = partial(_mix, block)  # type: ignore[method-assign]
-        block.feed = partial(_feed, block)  # type: ignore[method-assign]
+        block.__class__ = CompiledBlock
     return model
 
 
-def _tokens(block: Block, x: Tensor) -> Tokens:
-    """Tokens that make what one stage reads in one compiled call."""
-    eager = Block.tokens(block, x)
-    if x.shape[1] == 0:
-        return eager
-    groups: dict[str, tuple[str, ...]] = {name: (name,) for name in eager.names}
-    for stage in block.mixer.stages:
-        names = tuple(dict.fromkeys((stage.keys, stage.values)))
-        groups |= dict.fromkeys(names, names)
+class CompiledBackbone(Backbone):
+    """A model whose token-local parts are compiled."""
 
-    def maker(name: str) -> Callable[[Tokens], Tensor]:
-        def make(tokens: Tokens) -> Tensor:
-            made = _compiled(_read)(block, x, groups[name])
-            tokens.computed |= dict(zip(groups[name], made, strict=True))
-            return tokens.computed[name]
+    def embed(self, inputs: Tensor) -> Tensor:
+        return _compiled(Backbone.embed)(self, inputs)  # type: ignore[no-any-return]
 
-        return make
-
-    return Tokens({name: maker(name) for name in eager.names})
+    def head(self, x: Tensor) -> Tensor:
+        return _compiled(Backbone.head)(self, x)  # type: ignore[no-any-return]
 
 
-def _mix(block: Block, x: Tensor, tokens: Tokens, state: State, drop: Drop | None) -> Tensor:
-    if drop is not None or x.shape[1] == 0:
-        return Block.mix(block, x, tokens, state, drop)
-    out: Tensor = _compiled(_mix_computed)(block, x, tokens.computed, state)
-    return out
+class CompiledBlock(Block):
+    """A block whose token-local parts are compiled; dropout and empty chunks run eagerly.
 
+    The block is an argument of what is compiled, so that all blocks share one program.
+    """
 
-def _feed(block: Block, x: Tensor, drop: Drop | None) -> Tensor:
-    if drop is not None or x.shape[1] == 0:
-        return Block.feed(block, x, drop)
-    out: Tensor = _compiled(_feed_alone)(block, x)
-    return out
+    def tokens(self, x: Tensor) -> Tokens:
+        """Tokens that make what one stage reads in one compiled call."""
+        eager = super().tokens(x)
+        if x.shape[1] == 0:
+            return eager
+        groups: dict[str, tuple[str, ...]] = {name: (name,) for name in eager.names}
+        for stage in self.mixer.stages:
+            groups |= dict.fromkeys(stage.reads, stage.reads)
 
+        def maker(name: str) -> Callable[[Tokens], Tensor]:
+            def make(tokens: Tokens) -> Tensor:
+                made = _compiled(_read)(self, x, groups[name])
+                tokens.computed |= dict(zip(groups[name], made, strict=True))
+                return tokens.computed[name]
 
-# What is compiled. The block is an argument, so that all blocks share one program.
+            return make
+
+        return Tokens({name: maker(name) for name in eager.names})
+
+    def mix(self, x: Tensor, tokens: Tokens, state: State, site: Site) -> Tensor:
+        if site.rows is not None or x.shape[1] == 0:
+            return super().mix(x, tokens, state, site)
+        return _compiled(_mix)(self, x, tokens.computed, state)  # type: ignore[no-any-return]
+
+    def feed(self, x: Tensor, site: Site) -> Tensor:
+        if site.rows is not None or x.shape[1] == 0:
+            return super().feed(x, site)
+        return _compiled(_feed)(self, x)  # type: ignore[no-any-return]
 
 
 def _read(block: Block, x: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
@@ -92,14 +95,14 @@ def _read(block: Block, x: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]
     return tuple(tokens[name] for name in names)
 
 
-def _mix_computed(block: Block, x: Tensor, computed: Mapping[str, Tensor], state: State) -> Tensor:
+def _mix(block: Block, x: Tensor, computed: Mapping[str, Tensor], state: State) -> Tensor:
     tokens = Block.tokens(block, x)
     tokens.computed.update(computed)
-    return Block.mix(block, x, tokens, state, None)
+    return Block.mix(block, x, tokens, state, Site())
 
 
-def _feed_alone(block: Block, x: Tensor) -> Tensor:
-    return Block.feed(block, x, None)
+def _feed(block: Block, x: Tensor) -> Tensor:
+    return Block.feed(block, x, Site())
 
 
 @cache

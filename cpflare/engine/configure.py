@@ -11,16 +11,14 @@ from contextlib import contextmanager
 import torch
 
 from cpflare.config import EngineConfig
+from cpflare.engine.chunks import GPU_CHUNK, default_chunk_tokens
 from cpflare.engine.compilation import compile_local
+from cpflare.engine.in_memory import run_in_memory
 from cpflare.engine.streamed import StreamedExecutor
 from cpflare.errors import ConfigError
 from cpflare.models import Backbone
-from cpflare.models.backbone import default_chunk_tokens
 
 logger = logging.getLogger("cpflare")
-
-GPU_CHUNK = 2**18
-"""Tokens of a streamed chunk on a GPU: long enough to keep it busy."""
 
 _WORKING_SET = 16
 """Tensors of a chunk's size that live at once while a block runs without gradients; measured."""
@@ -58,7 +56,7 @@ def configure(model: Backbone, engine: EngineConfig) -> Backbone:
         # Block inputs and latents are kept, all that is token-local is computed again: streaming.
         model.executor = StreamedExecutor()
     else:
-        model.executor = None
+        model.executor = run_in_memory
     return compile_local(model) if engine.compile else model
 
 

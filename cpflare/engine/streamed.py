@@ -3,7 +3,7 @@
 Forward of a block: one sweep over the chunks for each reduce stage, then one for its emit. What is
 kept is the block's input and the stages' small state. Backward: one sweep for the emit (recompute
 the chunk, get dx and the partial gradients of the state), then for each stage, from the last to the
-first: all-reduce its state's gradient, and one sweep for its local part. The collectives are those
+first: all-reduce its output's gradient, and one sweep for its local part. The collectives are those
 of the in-memory executor, and none is repeated.
 
 Source: mathematics of reduce stages and emit.
@@ -12,7 +12,7 @@ Source: mathematics of reduce stages and emit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cpflare.engine.activations import ActivationStore, NoActivations
-from cpflare.models.backbone import Backbone, Block, Drop
-from cpflare.models.mixer import SoftmaxStage, State
-from cpflare.ops.attention import attend_backward
-from cpflare.ops.chunked import encode_chunks, sum_state_gradient
-from cpflare.ops.merge import start_merge
+from cpflare.engine.chunks import chunk_bounds
+from cpflare.engine.leaves import with_leaves
+from cpflare.models.backbone import Backbone, Block, Site
+from cpflare.models.mixer import Pull, Reduction, Stage, State, Tokens
 
 
 @dataclass(frozen=True)
@@ -43,86 +42,85 @@ class StreamedExecutor:
     host: bool = False
     keep_none: bool = False
 
-    def __call__(
-        self, model: Backbone, inputs: Tensor, bounds: Sequence[slice], drops: Sequence[Drop | None]
-    ) -> Tensor:
+    def __call__(self, model: Backbone, inputs: Tensor, site: Site) -> Tensor:
         """inputs [B, n, F] -> outputs [B, n, O]. Communication: as the model's own forward."""
         with_grad = torch.is_grad_enabled()
         store = ActivationStore(
             inputs.shape[1], half=self.half, host=self.host, in_place=not with_grad
         )
-        sweep = Sweep(model, store, bounds, drops, self.keep_every)
-        if not with_grad:
-            if self.keep_none:
-                sweep.store = NoActivations(
-                    inputs.shape[1], lambda index, rows: sweep.block_input(index, inputs[:, rows])
-                )
-            return sweep.forward(inputs)
-        trigger = torch.empty(0, device=inputs.device, requires_grad=True)
-        return Streamed.apply(inputs, trigger, sweep)  # type: ignore[no-any-return, no-untyped-call]
+        bounds = chunk_bounds(inputs, model.width, model.chunk_tokens)
+        chunks = [(rows, site.part(rows)) for rows in bounds]
+        if with_grad:
+            parameters = list(model.parameters())
+            twin, leaves = with_leaves(model, parameters)
+            sweep = Sweep(twin, store, chunks, self.keep_every, leaves)
+            return Streamed.apply(sweep, inputs, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+        sweep = Sweep(model, store, chunks, self.keep_every)
+        if self.keep_none:
+            sweep.store = NoActivations(
+                inputs.shape[1], lambda index, rows: sweep.block_input(index, inputs[:, rows])
+            )
+        return sweep.forward(inputs)
 
 
 class Streamed(torch.autograd.Function):
     """inputs [B, n, F] -> outputs [B, n, O], both of this rank's tokens.
 
-    The parameters' gradients are added to their `.grad` in the backward, as autograd itself does;
-    `trigger` only makes the outputs require a gradient.
+    The parameters are inputs like any other, and get their gradients once.
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, trigger: Tensor, sweep: Sweep) -> Tensor:
+    def forward(ctx: Any, sweep: Sweep, inputs: Tensor, *parameters: Tensor) -> Tensor:
         ctx.sweep = sweep
-        ctx.save_for_backward(inputs)
+        ctx.save_for_backward(inputs, *parameters)  # a change until the backward is an error
         return sweep.forward(inputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_outputs: Tensor) -> tuple[Tensor | None, None, None]:
-        (inputs,) = ctx.saved_tensors
+    def backward(ctx: Any, d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors[0]
         if ctx.sweep.is_spent:
             raise RuntimeError(
                 "the streamed executor frees block inputs as its backward goes; for a second "
                 "backward run the forward again"
             )
-        return ctx.sweep.backward(inputs, d_outputs, ctx.needs_input_grad[0]), None, None
+        d_inputs = ctx.sweep.backward(inputs, d_outputs, ctx.needs_input_grad[1])
+        return None, d_inputs, *(leaf.grad for leaf in ctx.sweep.leaves)
 
 
 @dataclass
-class Reduced:
-    """What one stage's reduction left: its queries, and the global result and log-sum-exp."""
+class Memory:
+    """What a stage's reduction left, and the names of the state that came of it."""
 
-    q: Tensor  # [B, H, M, D]
-    z: Tensor  # [B, H, M, D], in the statistics' dtype
-    lse: Tensor  # [B, H, M]
-    produced: tuple[str, ...]  # names of the state that came of it
-
-    @property
-    def output(self) -> Tensor:
-        """The result in the dtype that the mixer goes on with."""
-        return self.z.to(self.q.dtype)
+    stage: Stage
+    reduction: Reduction
+    produced: tuple[str, ...]
 
 
 @dataclass
 class BlockMemory:
     """The small replicated tensors of a block."""
 
-    reduced: list[Reduced] = field(default_factory=list)
+    stages: list[Memory] = field(default_factory=list)
     state: State = field(default_factory=dict)
 
 
 class Sweep:
-    """One forward and backward of a model over the chunks of this rank's tokens."""
+    """One forward and backward of a model over the chunks of this rank's tokens.
+
+    The backward adds to the gradients of `leaves`, the model's parameters.
+    """
 
     def __init__(
         self,
         model: Backbone,
         store: ActivationStore,
-        bounds: Sequence[slice],
-        drops: Sequence[Drop | None],
+        chunks: Sequence[tuple[slice, Site]],
         keep_every: int,
+        leaves: Sequence[Tensor] = (),
     ) -> None:
-        self.model, self.store, self.keep_every = model, store, keep_every
-        self.chunks = list(zip(bounds, drops, strict=True))
+        self.model, self.store, self.chunks, self.keep_every = model, store, chunks, keep_every
+        self.leaves = leaves
         self.memories: list[BlockMemory] = []
         self.is_spent = False
         self.autocast = _current_autocast(next(model.parameters()).device)
@@ -138,7 +136,7 @@ class Sweep:
         with torch.no_grad(), self.autocast():
             if self.store.keeps:
                 for rows, _ in self.chunks:
-                    self.store.put(0, rows, self.model.in_proj(inputs[:, rows]))
+                    self.store.put(0, rows, self.model.embed(inputs[:, rows]))
             for index, block in enumerate(self.blocks):
                 self.memories.append(self._reduce(block, index, inputs.shape[0]))
                 if self.store.keeps:
@@ -159,46 +157,44 @@ class Sweep:
         return outputs
 
     def _reduce(self, block: Block, index: int, batch: int) -> BlockMemory:
-        """A block's stages, one sweep each. Communication: one encoder a stage."""
+        """A block's stages, one sweep each. Communication: one reduction a stage."""
         memory = BlockMemory()
         stages = block.mixer.stages
-        sweeps = [self._keys_and_values(block, stage, index) for stage in stages]
-        ahead: list[tuple[Tensor, Tensor]] = []
-        for stage, sweep, following in zip(stages, sweeps, [*sweeps[1:], ()], strict=False):
-            q = stage.queries(memory.state, batch)
-            partial = encode_chunks(q, chain(ahead, sweep), scale=stage.scale)
-            wait = start_merge(*partial, self.model.reducer.comm)
+        sweeps = [self._tokens(block, stage, index) for stage in stages]
+        ahead: list[Tokens] = []
+        for stage, sweep, following in zip(stages, sweeps, [*sweeps[1:], iter(())], strict=False):
+            reduction = stage.open(memory.state, batch)
+            reduction.add(chain(ahead, sweep))
+            wait = reduction.start(self.model.reducer)
             ahead = list(islice(following, 1))  # computed while the messages are on their way
-            z, lse = wait()
-            new = stage.finish(z.to(q.dtype), memory.state)
-            memory.reduced.append(Reduced(q, z, lse, tuple(new)))
+            new = stage.finish(wait(), memory.state)
+            memory.stages.append(Memory(stage, reduction, tuple(new)))
             memory.state |= new
         return memory
 
-    def _keys_and_values(
-        self, block: Block, stage: SoftmaxStage, index: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _tokens(self, block: Block, stage: Stage, index: int) -> Iterator[Tokens]:
+        """The chunks' tokens, with what the stage reads already computed."""
         for rows, _ in self.chunks:
-            yield stage.keys_and_values(block.tokens(self.store.get(index, rows)))
+            yield block.tokens(self.store.get(index, rows)).prepare(stage.reads)
 
     def block_input(self, index: int, inputs: Tensor) -> Tensor:
         """A chunk's input of a block, from the network's inputs [B, m, F]."""
-        x: Tensor = self.model.in_proj(inputs)
+        x = self.model.embed(inputs)
         for block, memory in zip(self.blocks[:index], self.memories, strict=False):
-            x = _emit_chunk(block, x, memory.state, None)
+            x = block.emit(x, block.tokens(x), memory.state, Site())
         return x
 
     def _emit(self, index: int) -> None:
         """From a block's input to its output, which is the next one's input."""
         block, state = self.blocks[index], self.memories[index].state
-        for rows, drop in self.chunks:
+        for rows, site in self.chunks:
             x = self.store.get(index, rows)
-            self.store.put(index + 1, rows, _emit_chunk(block, x, state, drop))
+            self.store.put(index + 1, rows, block.emit(x, block.tokens(x), state, site))
 
     # ---- backward ---------------------------------------------------------------------------
 
     def backward(self, inputs: Tensor, d_outputs: Tensor, needs_inputs: bool) -> Tensor | None:
-        """Add to the parameters' gradients; returns the inputs' [B, n, F] where it is asked for.
+        """Add to the leaves' gradients; returns the inputs' [B, n, F] where it is asked for.
 
         Communication: one all-reduce a stage.
         """
@@ -207,7 +203,9 @@ class Sweep:
         grads = ActivationStore(self.store.tokens)  # of the input of the block at hand, at index 0
         for rows, _ in self.chunks:
             x = self._leaf(last, rows)
-            self._pull(d_outputs[:, rows], self.model.head, x)
+            with self._recording():
+                out = self.model.head(x)
+            _pull([(out, d_outputs[:, rows])])
             grads.put(0, rows, _grad(x))
         self.store.free(last)
         for index in reversed(range(last)):
@@ -217,7 +215,9 @@ class Sweep:
         d_inputs = torch.empty_like(inputs) if needs_inputs else None
         for rows, _ in self.chunks:
             chunk = inputs[:, rows].detach().requires_grad_(needs_inputs)
-            self._pull(grads.get(0, rows), self.model.in_proj, chunk)
+            with self._recording():
+                x = self.model.embed(chunk)
+            _pull([(x, grads.get(0, rows))])
             if d_inputs is not None:
                 d_inputs[:, rows] = _grad(chunk)
         return d_inputs
@@ -232,67 +232,58 @@ class Sweep:
                 self._emit(between)
 
     def _backward_block(self, index: int, grads: ActivationStore) -> None:
+        """Communication: one all-reduce a stage."""
         block, memory = self.blocks[index], self.memories[index]
         state = {name: t.detach().requires_grad_() for name, t in memory.state.items()}
-        for rows, drop in self.chunks:
+        for rows, site in self.chunks:
             x = self._leaf(index, rows)
-            self._pull(grads.get(0, rows), _emit_chunk, block, x, state, drop)
+            with self._recording():
+                out = block.emit(x, block.tokens(x), state, site)
+            _pull([(out, grads.get(0, rows))])
             grads.put(0, rows, _grad(x))
-        for stage, reduced in zip(
-            reversed(block.mixer.stages), reversed(memory.reduced), strict=True
-        ):
-            self._backward_stage(block, stage, reduced, state, index, grads)
+        for stage in reversed(memory.stages):
+            self._backward_stage(block, stage, state, index, grads)
 
     def _backward_stage(
-        self,
-        block: Block,
-        stage: SoftmaxStage,
-        reduced: Reduced,
-        state: State,
-        index: int,
-        grads: ActivationStore,
+        self, block: Block, memory: Memory, state: State, index: int, grads: ActivationStore
     ) -> None:
-        """From the gradients of the state that a stage produced to those of its tokens and queries.
+        """From the gradients of the state that a stage produced to those of its tokens and of what
+        it was opened with.
 
         `state` are leaves whose `.grad` gathers what came later. Communication: one all-reduce.
         """
-        z = reduced.output.detach().requires_grad_()
-        for name in reduced.produced:
-            self._pull(_grad(state[name]), _finish, stage, z, state, name)
-        dz = sum_state_gradient(_grad(z), reduced.q.dtype, self.model.reducer.comm)
-        dq = torch.zeros_like(reduced.q, dtype=dz.dtype)
+        stage = memory.stage
+        output = memory.reduction.output.detach().requires_grad_()
+        with self._recording():
+            new = stage.finish(output, state)
+        _pull([(new[name], _grad(state[name])) for name in memory.produced])
+        adjoint = memory.reduction.adjoint(_grad(output), self.model.reducer)
         for rows, _ in self.chunks:
             x = self._leaf(index, rows)
-            with torch.enable_grad(), self.autocast():
-                k, v = stage.keys_and_values(block.tokens(x))
-            dq_chunk, dk, dv = attend_backward(
-                dz, reduced.q, k.detach(), v.detach(), reduced.z, reduced.lse, scale=stage.scale
-            )
-            dq += dq_chunk
-            if k is v:
-                torch.autograd.backward(k, dk + dv)
-            else:
-                torch.autograd.backward((k, v), (dk, dv))
+            with self._recording():
+                chunk = adjoint.chunk(block.tokens(x))
+            _pull(chunk)
             grads.put(0, rows, grads.get(0, rows) + _grad(x))
-        self._pull(dq.to(reduced.q.dtype), stage.queries, state, reduced.q.shape[0])
+        with self._recording():
+            opened = adjoint.close(state)
+        _pull(opened)
 
     def _leaf(self, index: int, rows: slice) -> Tensor:
         return self.store.get(index, rows).detach().requires_grad_()
 
-    def _pull(self, grad: Tensor, compute: Callable[..., Tensor], *arguments: Any) -> None:
-        """Compute again with gradients, and back-propagate `grad` through it into the leaves."""
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Autograd, under the forward's autocast."""
         with torch.enable_grad(), self.autocast():
-            out = compute(*arguments)
-        if out.requires_grad:  # not where parameters are frozen
-            torch.autograd.backward(out, grad.to(out.dtype))
+            yield
 
 
-def _emit_chunk(block: Block, x: Tensor, state: State, drop: Drop | None) -> Tensor:
-    return block.emit(x, block.tokens(x), state, drop)
-
-
-def _finish(stage: SoftmaxStage, z: Tensor, state: State, name: str) -> Tensor:
-    return stage.finish(z, state)[name]
+def _pull(pairs: Pull) -> None:
+    """Back-propagate into the leaves; what has none (a constant, frozen parameters) is left out."""
+    wanted = [(out, grad.to(out.dtype)) for out, grad in pairs if out.requires_grad]
+    if wanted:
+        outs, grads = zip(*wanted, strict=True)
+        torch.autograd.backward(outs, grads)
 
 
 def _grad(leaf: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,24 +13,34 @@ from cpflare.config import Config, ModelConfig, config_from_dict, load_config
 from cpflare.models.layers import FeedForward, ResidualMLP, initialise_linear, make_norm
 from cpflare.models.mixer import State, Tokens, reduce_stages
 from cpflare.models.mixers import build_mixer
-from cpflare.models.recompute import recomputed
 from cpflare.ops import Reducer
 from cpflare.ops.random import token_dropout
 
-CPU_CHUNK_BYTES = 2**19
-"""Bytes of one activation of a chunk on a CPU: half a MiB, so that the two or three which an
-operation touches stay near a core's own cache. Measured in memory at C = 64, on an EPYC with 1 MiB
-of it (family 26, model 2): twice the size takes 1 to 4 % longer, on one rank and on two that share
-the outer cache; half the size takes up to 5 % longer."""
 
-_LEAST_CPU_CHUNK = 256
-"""Fewer tokens cost more in calls than they save in the caches."""
+@dataclass(frozen=True)
+class Site:
+    """What is known of some of a rank's tokens apart from their activations.
 
-_CHUNK_LENGTHS = 64
-"""How many lengths of chunks follow one another before the first one comes again."""
+    `rows` [n] int64 are their global rows, of which dropout is a function; None where nothing is
+    dropped.
+    """
 
-Drop = Callable[[Tensor, int], Tensor]
-"""Dropout of one chunk's tokens: (x [B, n, C], layer) -> the same shape."""
+    rows: Tensor | None = None
+    dropout: float = 0.0
+    seed: int = 0
+    step: int = 0
+
+    def part(self, chunk: slice) -> Site:
+        """The same of a chunk of these tokens."""
+        return self if self.rows is None else replace(self, rows=self.rows[chunk])
+
+    def drop(self, x: Tensor, layer: int) -> Tensor:
+        """Dropout as a function of (seed, step, layer, global row).  [B, n, C] -> the same"""
+        if self.rows is None:
+            return x
+        return token_dropout(
+            x, self.rows, self.dropout, seed=self.seed, step=self.step, layer=layer
+        )
 
 
 class Block(nn.Module):
@@ -43,59 +54,37 @@ class Block(nn.Module):
         self.norm2 = make_norm(config.norm, config.channels)
         self.ffn = FeedForward(config.channels, int(config.channels * config.ffn_ratio))
 
-    # The token-local parts, which `cpflare.engine.compilation` replaces by compiled ones.
+    # The token-local parts, of which an executor makes what it runs and the compiler its programs.
 
     def tokens(self, x: Tensor) -> Tokens:
         """The mixer's token-local tensors of a chunk x [B, n, C]."""
         return self.mixer.tokens(self.norm1(x))
 
-    def mix(self, x: Tensor, tokens: Tokens, state: State, drop: Drop | None) -> Tensor:
+    def mix(self, x: Tensor, tokens: Tokens, state: State, site: Site) -> Tensor:
         """x + mixer of a chunk, once the stages' state is known.  [B, n, C] -> the same"""
-        y = self.mixer.emit(tokens, state)
-        return x + (y if drop is None else drop(y, 2 * self.index))
+        return x + site.drop(self.mixer.emit(tokens, state), 2 * self.index)
 
-    def feed(self, x: Tensor, drop: Drop | None) -> Tensor:
+    def feed(self, x: Tensor, site: Site) -> Tensor:
         """x + feed-forward network of a chunk.  [B, n, C] -> the same"""
-        y: Tensor = self.ffn(self.norm2(x))
-        return x + (y if drop is None else drop(y, 2 * self.index + 1))
+        return x + site.drop(self.ffn(self.norm2(x)), 2 * self.index + 1)
 
-    def emit(
-        self,
-        x: Tensor,
-        tokens: Tokens,
-        state: State,
-        drop: Drop | None,
-        *,
-        recompute: bool = False,
-    ) -> Tensor:
-        """The block's output of a chunk, once the stages' state is known.  [B, n, C] -> the same
+    def emit(self, x: Tensor, tokens: Tokens, state: State, site: Site) -> Tensor:
+        """The block's output of a chunk, once the stages' state is known.  [B, n, C] -> the same"""
+        return self.feed(self.mix(x, tokens, state, site), site)
 
-        `recompute` drops the feed-forward network's hidden layer, most of what a block would hold,
-        and computes it again in the backward. A compiler makes that choice by itself.
-        """
-        x = self.mix(x, tokens, state, drop)
-        if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            parameters = (*self.norm2.parameters(), *self.ffn.parameters())
-            return recomputed(lambda x: self.feed(x, drop), x, parameters)
-        return self.feed(x, drop)
-
-    def forward(
-        self, xs: list[Tensor], reducer: Reducer, drops: Sequence[Drop | None]
-    ) -> list[Tensor]:
-        """All chunks of this rank's tokens at once. Communication: one reduction a stage."""
-        tokens = [self.tokens(x) for x in xs]
-        state = reduce_stages(self.mixer, tokens, reducer)
-        return [
-            self.emit(x, chunk, state, drop, recompute=True)
-            for x, chunk, drop in zip(xs, tokens, drops, strict=True)
-        ]
+    def forward(self, x: Tensor, reducer: Reducer, site: Site) -> Tensor:
+        """This rank's tokens x [B, n, C] -> the same. Communication: one reduction a stage."""
+        tokens = self.tokens(x)
+        return self.emit(x, tokens, reduce_stages(self.mixer, [tokens], reducer), site)
 
 
 class Backbone(nn.Module):
     """A surrogate: fields of this rank's tokens in, fields of the same tokens out.
 
     The forward knows no rank: `reducer` is all that lets tokens meet, and the default one stands
-    for a single rank (`cpflare.engine.parallelize` sets another).
+    for a single rank (`cpflare.engine.parallelize` sets another). It knows no chunks either:
+    `cpflare.engine.configure` sets the `executor` that runs the parts over them; without one the
+    model runs as it reads, over all its tokens at once.
     """
 
     def __init__(
@@ -113,8 +102,8 @@ class Backbone(nn.Module):
             width, width, out_channels, input_residual=True, output_residual=False
         )
         self.reducer = Reducer()
-        self.executor: Executor | None = None  # None: in memory
-        self.chunk_tokens: int | None = None  # None: the device's default
+        self.executor: Executor | None = None
+        self.chunk_tokens: int | None = None  # the executor's; None: the device's default
         self.apply(initialise_linear)
 
     def forward(self, inputs: Tensor, rows: Tensor | None = None, step: int = 0) -> Tensor:
@@ -136,85 +125,41 @@ class Backbone(nn.Module):
                 f"{self.in_proj.fc1.in_features}]"
             )
         batched = inputs if inputs.ndim == 3 else inputs[None]
-        bounds = chunk_bounds(batched, self.width, self.chunk_tokens)
-        drops = self._drops([batched[:, chunk].shape[1] for chunk in bounds], rows, step)
-        run = self.executor or run_in_memory
-        outputs = run(self, batched, bounds, drops)
+        site = self._site(batched.shape[1], rows, step)
+        outputs = (self.executor or run_whole)(self, batched, site)
         return outputs if inputs.ndim == 3 else outputs[0]
+
+    def embed(self, inputs: Tensor) -> Tensor:
+        """The input projection of a chunk.  [B, n, F] -> [B, n, C]"""
+        x: Tensor = self.in_proj(inputs)
+        return x
 
     def head(self, x: Tensor) -> Tensor:
         """The output head of a chunk.  [B, n, C] -> [B, n, O]"""
         out: Tensor = self.out_proj(self.out_norm(x))
         return out
 
-    def _drops(self, sizes: Sequence[int], rows: Tensor | None, step: int) -> list[Drop | None]:
-        """The dropout of each chunk of `sizes` tokens; a function of the tokens' global rows."""
+    def _site(self, num_tokens: int, rows: Tensor | None, step: int) -> Site:
         if not self.training or self.dropout == 0:
-            return [None] * len(sizes)
-        if rows is None or rows.shape[0] != sum(sizes):
+            return Site()
+        if rows is None or rows.shape[0] != num_tokens:
             raise ValueError(
-                f"model.dropout={self.dropout} needs the rows of the {sum(sizes)} tokens, got "
+                f"model.dropout={self.dropout} needs the rows of the {num_tokens} tokens, got "
                 f"{None if rows is None else list(rows.shape)}; pass rows="
             )
-        return [_TokenDrop(part, self.dropout, self.seed, step) for part in rows.split(list(sizes))]
+        return Site(rows, self.dropout, self.seed, step)
 
 
-Executor = Callable[[Backbone, Tensor, Sequence[slice], Sequence[Drop | None]], Tensor]
-"""Runs a model over the chunks of this rank's tokens: inputs [B, n, F] -> outputs [B, n, O]."""
+Executor = Callable[[Backbone, Tensor, Site], Tensor]
+"""Runs a model over this rank's tokens: inputs [B, n, F] -> outputs [B, n, O]."""
 
 
-def run_in_memory(
-    model: Backbone, inputs: Tensor, bounds: Sequence[slice], drops: Sequence[Drop | None]
-) -> Tensor:
-    """Ordinary autograd over all chunks at once: the default executor."""
-    xs = [model.in_proj(inputs[:, rows]) for rows in bounds]  # [B, n, C] each
+def run_whole(model: Backbone, inputs: Tensor, site: Site) -> Tensor:
+    """All tokens at once by ordinary autograd: what the model means, and nothing of how it runs."""
+    x = model.embed(inputs)
     for block in model.blocks:
-        xs = block(xs, model.reducer, drops)
-    return torch.cat([model.head(x) for x in xs], dim=1)
-
-
-class _TokenDrop:
-    """Dropout as a function of (seed, step, layer, global row)."""
-
-    def __init__(self, rows: Tensor, p: float, seed: int, step: int) -> None:
-        self.rows, self.p, self.seed, self.step = rows, p, seed, step
-
-    def __call__(self, x: Tensor, layer: int) -> Tensor:
-        return token_dropout(x, self.rows, self.p, seed=self.seed, step=self.step, layer=layer)
-
-
-def chunk_bounds(x: Tensor, width: int, chunk_tokens: int | None) -> list[slice]:
-    """Bounds of the chunks of x [B, n, F]; one, if there are no tokens. See `default_chunk_tokens`.
-
-    None is longer than `chunk_tokens`. On a CPU neighbours differ by a token, unless short.
-    The C library's aligned allocation of a tensor does not fit into the hole that one of the same
-    size left, so that with equal chunks a third of the memory lies waste (glibc 2.36: 5.3 GB
-    resident for 3.4 GB in use); a smaller one does.
-    """
-    size = chunk_tokens or default_chunk_tokens(x, width)
-    differ = x.device.type == "cpu" and size >= _LEAST_CPU_CHUNK
-    bounds: list[slice] = []
-    start = 0
-    while start < x.shape[1] or not bounds:
-        stop = start + (size - len(bounds) % _CHUNK_LENGTHS if differ else size)
-        bounds.append(slice(start, stop))
-        start = stop
-    return bounds
-
-
-def default_chunk_tokens(x: Tensor, width: int) -> int:
-    """Tokens of a chunk: on a CPU what the caches hold, on a GPU the whole shard.
-
-    x [B, n, F]: the rank's tokens; `width`: channels of the activations.
-    """
-    if x.device.type != "cpu":
-        return max(x.shape[1], 1)
-    return cpu_chunk_tokens(width, x.element_size())
-
-
-def cpu_chunk_tokens(width: int, element_bytes: int) -> int:
-    """Tokens of a chunk on a CPU, for activations of `width` channels of `element_bytes` each."""
-    return max(CPU_CHUNK_BYTES // (width * element_bytes), _LEAST_CPU_CHUNK)
+        x = block(x, model.reducer, site)
+    return model.head(x)
 
 
 def build_model(config: Config | Mapping[str, Any] | str) -> Backbone:

@@ -5,18 +5,17 @@
     y = mixer.emit(tokens, state)
 
 `tokens` holds what depends on one token alone, `state` small replicated tensors. An executor may
-run the stages over the whole shard or chunk by chunk; the mixer does not know, nor does it know
-ranks.
+run the stages over the whole shard or chunk by chunk, and asks no stage for its kind; the mixer
+knows neither chunks nor ranks. The kinds of stages are in `cpflare.models.stages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cpflare.ops import Reducer
 
@@ -45,52 +44,86 @@ class Tokens:
         """All names that can be asked for."""
         return tuple(self._makers)
 
+    def prepare(self, names: Iterable[str]) -> Tokens:
+        """Compute what is named, so that it is there when it is wanted; returns itself."""
+        for name in names:
+            self[name]
+        return self
 
-@dataclass(frozen=True)
-class SoftmaxStage:
-    """A reduction by attention: latent queries gather values by keys from all tokens.
 
-    `query(state)` [1, H, M, D] comes from parameters and earlier state; `keys` and `values` name
-    token tensors [B, H, n, D]; `finish(z, state)` turns the gathered [B, H, M, D] into new state.
+Pull = list[tuple[Tensor, Tensor]]
+"""Tensors with their gradients, from which autograd is to go on."""
+
+
+class Adjoint(Protocol):
+    """The backward of one stage's reduction, once its output's gradient is known."""
+
+    def chunk(self, tokens: Tokens) -> Pull:
+        """Gradients of a chunk's tokens, which are made anew under autograd."""
+        ...
+
+    def close(self, state: State) -> Pull:
+        """Gradients of what the stage was opened with: functions of parameters and `state`."""
+        ...
+
+
+class Reduction(Protocol):
+    """One stage's reduction in one forward; what it keeps is small and replicated."""
+
+    def add(self, chunks: Iterable[Tokens]) -> None:
+        """Fold this rank's chunks, one after another. Communication: none."""
+        ...
+
+    def start(self, reducer: Reducer) -> Callable[[], Tensor]:
+        """Send this rank's part on its way; the call of the result waits for the output.
+
+        Communication: what the kind of stage needs, whatever the tokens.
+        """
+        ...
+
+    @property
+    def output(self) -> Tensor:
+        """The global result, once it has been waited for, as `finish` takes it."""
+        ...
+
+    def adjoint(self, d_output: Tensor, reducer: Reducer) -> Adjoint:
+        """Its backward, from this rank's partial gradient of the output.
+
+        Communication: one all-reduce of the output's size.
+        """
+        ...
+
+
+class Stage(Protocol):
+    """A reduction of all tokens to a small replicated tensor.
+
+    `reads` names the token tensors that it wants. `finish(output, state)` turns the global result
+    into new state; it is replicated, and may use what earlier stages left. A rank without tokens
+    takes part in every reduction with the neutral element, forward and backward.
     """
 
-    query: Callable[[State], Tensor]
-    keys: str
-    values: str
-    finish: Callable[[Tensor, State], State]
-    scale: float
+    @property
+    def reads(self) -> tuple[str, ...]: ...
 
-    def queries(self, state: State, batch: int) -> Tensor:
-        """The stage's queries for each batch element.  -> [B, H, M, D]"""
-        return to_attention_dtype(self.query(state)).expand(batch, -1, -1, -1)
+    @property
+    def finish(self) -> Callable[[Tensor, State], State]: ...
 
-    def keys_and_values(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """A chunk's keys and values; one and the same tensor where they are shared."""
-        k = to_attention_dtype(tokens[self.keys])
-        return k, k if self.values == self.keys else to_attention_dtype(tokens[self.values])
+    def open(self, state: State, batch: int) -> Reduction:
+        """Begin a forward without gradients over chunks, whose backward is done by hand."""
+        ...
 
-    def prepare(self, tokens: Tokens) -> None:
-        """Compute what the stage reads of a chunk, so that it is there when the stage begins."""
-        for name in (self.keys, self.values):
-            tokens[name]
-
-    def start(
-        self, tokens: Sequence[Tokens], state: State, reducer: Reducer
+    def reduce(
+        self, chunks: Sequence[Tokens], state: State, reducer: Reducer
     ) -> Callable[[], Tensor]:
-        """Start the reduction; the call of the result waits for it.
-
-        Communication: one encoder over the reducer's ranks.
-        """
-        ks, vs = zip(*(self.keys_and_values(chunk) for chunk in tokens), strict=True)
-        q = self.queries(state, ks[0].shape[0])
-        return reducer.start_softmax(q, ks, vs, scale=self.scale)
+        """The same under autograd, over all chunks at once; the call of the result waits for it."""
+        ...
 
 
 class Mixer(Protocol):
     """What a block needs of a mixer."""
 
     @property
-    def stages(self) -> tuple[SoftmaxStage, ...]:
+    def stages(self) -> tuple[Stage, ...]:
         """The reductions, in order; a later one may use the state of the earlier ones."""
         ...
 
@@ -103,18 +136,18 @@ class Mixer(Protocol):
         ...
 
 
-def reduce_stages(mixer: Mixer, tokens: Sequence[Tokens], reducer: Reducer) -> State:
-    """Run a mixer's stages over all chunks of this rank's tokens.
+def reduce_stages(mixer: Mixer, chunks: Sequence[Tokens], reducer: Reducer) -> State:
+    """Run a mixer's stages over all chunks of this rank's tokens, under autograd.
 
-    Communication: one a stage; while it is on its way, the next stage's keys and values are made.
+    Communication: one reduction a stage; while it is on its way, what the next stage reads is made.
     """
     state: State = {}
     stages = mixer.stages
     for stage, following in zip(stages, (*stages[1:], None), strict=False):
-        wait = stage.start(tokens, state, reducer)
+        wait = stage.reduce(chunks, state, reducer)
         if following is not None:
-            for chunk in tokens:
-                following.prepare(chunk)
+            for chunk in chunks:
+                chunk.prepare(following.reads)
         state |= stage.finish(wait(), state)
     return state
 
@@ -127,15 +160,3 @@ def to_attention_dtype(t: Tensor) -> Tensor:
     if torch.is_autocast_enabled(t.device.type) and t.dtype != torch.float64:
         return t.to(torch.get_autocast_dtype(t.device.type))
     return t
-
-
-class NoMixer(nn.Module):
-    """Tokens do not meet: the block is its feed-forward network alone (an ablation)."""
-
-    stages: tuple[SoftmaxStage, ...] = ()
-
-    def tokens(self, x: Tensor) -> Tokens:
-        return Tokens({"x": lambda _: x})
-
-    def emit(self, tokens: Tokens, state: State) -> Tensor:
-        return torch.zeros_like(tokens["x"])

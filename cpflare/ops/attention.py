@@ -130,10 +130,7 @@ def attend_backward(
             grads = _plain_backward(dz, q, k, v, z, lse, scale)
         else:
             grads = _kernel_backward(dz, q, k, v, z, lse, scale, backend)
-        dq, dk, dv = (
-            _laid_out(grad, _strides_like(t)) for grad, t in zip(grads, (q, k, v), strict=True)
-        )
-        return dq, dk, dv
+        return tuple(map(_laid_out_like, grads, (q, k, v)))  # type: ignore[return-value]
     stats = statistics_dtype(q.dtype)
     joined = [torch.empty_like(t) for t in ((k, v) if keys_are_long else (q,))]
     sums: list[Tensor] = []
@@ -149,7 +146,7 @@ def attend_backward(
         of_part = [part.sum(grad, stats) for grad in short_grads]
         sums = [a.add_(b) for a, b in zip(sums, of_part, strict=True)] if sums else of_part
     summed = [
-        _laid_out(total.to(q.dtype), _strides_like(t))
+        _laid_out_like(total.to(q.dtype), t)
         for t, total in zip((q,) if keys_are_long else (k, v), sums, strict=True)
     ]
     dq, dk, dv = (*summed, *joined) if keys_are_long else (*joined, *summed)
@@ -227,8 +224,8 @@ def _output_strides(o: Tensor) -> tuple[int, ...]:
     return rows * heads * width, width, heads * width, 1
 
 
-def _strides_like(t: Tensor) -> tuple[int, ...]:
-    return torch.empty_like(t, device="meta").stride()
+def _laid_out_like(grad: Tensor, t: Tensor) -> Tensor:
+    return _laid_out(grad, torch.empty_like(t, device="meta").stride())
 
 
 def _last_dim_dense(t: Tensor) -> Tensor:

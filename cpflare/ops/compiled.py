@@ -1,9 +1,10 @@
-"""Encoder and decoder as registered operators, which torch.compile takes as they are.
+"""What lets tokens meet as registered operators, which torch.compile takes as they are.
 
-`cpflare::encode` and `cpflare::decode` and their backwards are opaque to the compiler: it reads
-their shapes and layouts from the fake implementations and compiles what is around them into one
-graph. Eager code takes the autograd Functions of `cpflare.ops.encode`, which can overlap messages
-with compute. An operator takes no Python object: a communicator travels as its key.
+`cpflare::encode`, `decode`, `sum` and their backwards are opaque to the compiler: it reads their
+shapes and layouts from the fake implementations and compiles what is around them into one graph.
+Where messages are to overlap with compute, eager code takes the autograd Functions of
+`cpflare.ops.encode` and `cpflare.ops.reduce` instead. An operator takes no Python object: a
+communicator travels as its key.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cpflare.ops.attention import attend, attend_backward, empty_output, statistics_dtype
-from cpflare.ops.chunked import encode_backward, encode_chunks
+from cpflare.ops.chunked import encode_backward, encode_chunks, sum_state_gradient
 from cpflare.ops.merge import merge_over_ranks
 from cpflare.parallel.comm import Communicator
 
@@ -35,6 +36,7 @@ library.define(
     "decode_backward(Tensor dy, Tensor k, Tensor q, Tensor z, Tensor y, Tensor lse, float scale) "
     "-> (Tensor, Tensor, Tensor)"
 )
+library.define("sum(Tensor partial, int comm) -> Tensor")
 
 
 def compiled_encode(
@@ -46,11 +48,10 @@ def compiled_encode(
     return out
 
 
-def compiled_decode(k: Tensor, q: Tensor, z: Tensor, *, scale: float) -> Tensor:
-    """`cpflare.ops.encode.decode` in code that is being compiled."""
-    y: Tensor
-    y, _ = torch.ops.cpflare.decode(k, q, z, float(scale))
-    return y
+def compiled_sum(partial: Tensor, *, comm: Communicator) -> Tensor:
+    """`cpflare.ops.Reducer.start_sum`, both parts, in code that is being compiled."""
+    out: Tensor = torch.ops.cpflare.sum(partial, comm.key)
+    return out
 
 
 def _real(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -163,16 +164,27 @@ def _decode_backward_fake(
     return torch.empty_like(k), torch.empty_like(q), torch.empty_like(z)
 
 
-def _decode_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    k, q, z, ctx.scale = inputs
-    ctx.save_for_backward(k, q, z, *output)
+# ---- sum ----------------------------------------------------------------------------------------
 
 
-def _decode_autograd(ctx: Any, dy: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    k, q, z, y, lse = ctx.saved_tensors
-    return *torch.ops.cpflare.decode_backward(dy, k, q, z, y, lse, ctx.scale), None
+@_real("sum")
+def _sum(partial: Tensor, comm: int) -> Tensor:
+    return sum_state_gradient(partial, partial.dtype, Communicator.of_key(comm)).to(partial.dtype)
+
+
+@_fake("sum")
+def _sum_fake(partial: Tensor, comm: int) -> Tensor:
+    return partial.new_empty(partial.shape)
+
+
+def _sum_setup(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    _, ctx.comm = inputs
+
+
+def _sum_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.cpflare.sum(grad, ctx.comm), None  # the adjoint of a sum over ranks is one
 
 
 torch.library.register_autograd(
-    "cpflare::decode", _decode_autograd, setup_context=_decode_setup, lib=library
+    "cpflare::sum", _sum_autograd, setup_context=_sum_setup, lib=library
 )

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from cpflare.ops.attention import attend, attend_backward
 from cpflare.ops.chunked import encode_backward, encode_chunks
-from cpflare.ops.compiled import compiled_decode, compiled_encode
+from cpflare.ops.compiled import compiled_encode
 from cpflare.ops.merge import Merge, start_merge
 from cpflare.parallel.comm import Communicator, as_communicator
 
@@ -47,23 +47,28 @@ class Encode(torch.autograd.Function):
 
 
 class Decode(torch.autograd.Function):
-    """Tokens read from the latents; local to each token."""
+    """Tokens read from the latents; local to each token. The compiler takes it as it is, with the
+    registered operators for what is inside."""
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, q: Tensor, z: Tensor, scale: float) -> Tensor:
-        y, lse = attend(k, q, z, scale=scale)
-        ctx.save_for_backward(k, q, z, y, lse)
-        ctx.scale = scale
-        return y
+    def forward(k: Tensor, q: Tensor, z: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling():
+            y, lse = torch.ops.cpflare.decode(k, q, z, scale)
+            return y, lse
+        return attend(k, q, z, scale=scale)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        k, q, z, ctx.scale = inputs
+        ctx.save_for_backward(k, q, z, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         k, q, z, y, lse = ctx.saved_tensors
-        if k.shape[-2] == 0:
-            return torch.zeros_like(k), torch.zeros_like(q), torch.zeros_like(z), None
-        dk, dq, dz = attend_backward(dy, k, q, z, y, lse, scale=ctx.scale)
-        return dk, dq, dz, None
+        if torch.compiler.is_compiling():
+            return *torch.ops.cpflare.decode_backward(dy, k, q, z, y, lse, ctx.scale), None
+        return *attend_backward(dy, k, q, z, y, lse, scale=ctx.scale), None
 
 
 def encode(
@@ -126,9 +131,9 @@ def decode(k: Tensor, q: Tensor, z: Tensor, *, scale: float) -> Tensor:
     """
     _check("decode", k, q, z)
     _check_same("decode", "q", q, "z", z, slice(2, 3))
-    if torch.compiler.is_compiling():
-        return compiled_decode(k, q, z, scale=scale)
-    return Decode.apply(k, q, z, float(scale))  # type: ignore[no-any-return, no-untyped-call]
+    y: Tensor
+    y, _ = Decode.apply(k, q, z, float(scale))  # type: ignore[no-untyped-call]
+    return y
 
 
 def _check(name: str, a: Tensor, b: Tensor, c: Tensor) -> None:

@@ -34,11 +34,3 @@ def decode(k: Tensor, q: Tensor, z: Tensor, *, scale: float) -> Tensor:
     """
     scores = scale * k @ q.mT  # [B, H, N, M]
     return torch.softmax(scores, dim=-1) @ z
-
-
-def weighted_mean(values: Tensor, weights: Tensor, *, eps: float) -> Tensor:
-    """m = sum_i w_i v_i / (sum_i w_i + eps);  zero mass gives 0.
-
-    values [B, N, C], weights [B, N, G] -> [B, G, C]
-    """
-    return weights.mT @ values / (weights.sum(dim=1)[..., None] + eps)

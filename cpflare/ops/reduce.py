@@ -14,32 +14,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cpflare.ops.attention import statistics_dtype
+from cpflare.ops.chunked import sum_state_gradient
+from cpflare.ops.compiled import compiled_sum
 from cpflare.ops.encode import start_encode
-from cpflare.parallel.comm import Communicator
+from cpflare.ops.merge import Merge, start_merge
+from cpflare.parallel.comm import Communicator, Result
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Forward: all_reduce_sum of the ranks' partial sums. Backward: all_reduce_sum of dS.
+    """Forward: all_reduce_sum of the ranks' partial sums, for which `wait` waits. Backward:
+    all_reduce_sum of dS.
 
     Local shape on each rank is the global shape. The gradient that arrives is each rank's partial
     sum, so it is summed before every token gets it.
     """
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, comm: Communicator, wait: Result, partial: Tensor) -> Tensor:
         ctx.comm, ctx.dtype = comm, partial.dtype
-        total = partial.to(
-            statistics_dtype(partial.dtype), copy=True, memory_format=torch.contiguous_format
-        )
-        return comm.all_reduce(total).to(partial.dtype)
+        return wait().to(partial.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.to(
-            statistics_dtype(ctx.dtype), copy=True, memory_format=torch.contiguous_format
-        )
-        return ctx.comm.all_reduce(total).to(ctx.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, sum_state_gradient(grad, ctx.dtype, ctx.comm).to(ctx.dtype)
 
 
 class Reducer:
@@ -63,21 +61,30 @@ class Reducer:
         """`softmax` in two parts: the messages leave now, the call of the result waits for them."""
         return start_encode(q, ks, vs, scale=scale, comm=self.comm)
 
+    def start_merge(self, o: Tensor, lse: Tensor) -> Merge:
+        """Merge the ranks' partial results of an encoder, without autograd, in two parts."""
+        return start_merge(o, lse, self.comm)
+
     def sum(self, partial: Tensor) -> Tensor:
         """The sum of the ranks' partial sums, the same on all ranks.
 
         Communication: one all-reduce of the tensor forward and one backward.
         """
-        return SumOverRanks.apply(partial, self.comm)  # type: ignore[no-any-return, no-untyped-call]
+        return self.start_sum(partial)()
 
-    def weighted_mean(self, values: Tensor, weights: Tensor, *, eps: float = 1e-12) -> Tensor:
-        """sum_i w_i v_i / (sum_i w_i + eps) over all tokens; zero mass gives 0.
+    def start_sum(self, partial: Tensor) -> Callable[[], Tensor]:
+        """`sum` in two parts; in compiled code all happens in the second one."""
+        if torch.compiler.is_compiling():
+            return lambda: compiled_sum(partial, comm=self.comm)
+        total = partial.detach().to(
+            statistics_dtype(partial.dtype), copy=True, memory_format=torch.contiguous_format
+        )
+        wait = self.comm.start_all_reduce(total)
+        return lambda: SumOverRanks.apply(self.comm, wait, partial)  # type: ignore[no-untyped-call]
 
-        values [B, n, C], weights [B, n, G] -> [B, G, C]
-        Communication: one all-reduce of B·G·(C+1) values forward and one backward.
+    def sum_gradient(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient of a replicated tensor of `dtype`, from this rank's part of it.
+
+        -> in the statistics' dtype. Communication: one all-reduce of the tensor.
         """
-        stats = statistics_dtype(values.dtype)
-        weights = weights.to(stats)
-        ones = values.new_ones((*values.shape[:2], 1), dtype=stats)
-        packed = self.sum(weights.mT @ torch.cat([values.to(stats), ones], dim=-1))
-        return (packed[..., :-1] / (packed[..., -1:] + eps)).to(values.dtype)
+        return sum_state_gradient(partial, dtype, self.comm)

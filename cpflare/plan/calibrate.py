@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,10 @@ import numpy as np
 from cpflare.errors import DataError
 from cpflare.plan.counting import count_costs
 from cpflare.plan.devices import LINKS, Device, Link
-from cpflare.plan.planner import Planner, Rates, default_chunk, messages, table_rates
+from cpflare.plan.planner import Planner, Rates, default_chunk, table_rates
 from cpflare.scaling.efficiency import peak_bytes, step_seconds
 from cpflare.scaling.study import Point, Study
+from cpflare.scaling.theory import messages_of
 
 _FEWEST_POINTS = 3
 
@@ -64,13 +65,7 @@ def calibrate(
             f"the study has {len(records)} points of {precision} on one host to calibrate with; "
             f"measure at least {_FEWEST_POINTS}, of several sizes and ranks"
         )
-    kinds = {record["device"] for record in records}
-    for kind in kinds:
-        if device.name not in kind.lower():
-            raise DataError(
-                f"the study was measured on {kind}, and the plan is for {device.name}; calibrate "
-                "with a study of that device"
-            )
+    _require_device(records, device)
     rows = [_features(record, device) for record in records]
     names = sorted({name for row in rows for name in row})
     matrix = np.array([[row.get(name, 0.0) for name in names] for row in rows])
@@ -102,6 +97,15 @@ def calibrate(
     return Calibration(rates, link, device.name, records[0]["threads"], precision, points)
 
 
+def _require_device(records: Sequence[Mapping[str, Any]], device: Device) -> None:
+    for kind in {record["device"] for record in records}:
+        if device.name not in kind.lower():
+            raise DataError(
+                f"the study was measured on {kind}, and the plan is for {device.name}; calibrate "
+                "with a study of that device"
+            )
+
+
 def _usable(point: Point, precision: str) -> bool:
     return point.method == "ours" and point.network == "local" and point.precision == precision
 
@@ -123,11 +127,12 @@ def _features(record: Mapping[str, Any], device: Device) -> dict[str, float]:
         # A GPU hides launches behind the work: no part of the sum, so that the table's rate stays.
         features["kernels"] = counts.kernels
     if point.ranks > 1:
-        sent = messages(costs, point.ranks)
+        messages = messages_of(config, point.ranks)
+        sent = (*messages.stages, *messages.gradients)
         share = (point.ranks - 1) / point.ranks
         ways = {"all_gather": point.ranks - 1, "all_reduce": 2 * share}
-        features["messages"] = float(sum(count for _, _, count in sent))
-        features["sent"] = sum(ways[kind] * size * count for kind, size, count in sent)
+        features["messages"] = float(len(sent))
+        features["sent"] = sum(ways[m.kind] * m.num_bytes for m in sent)
         if device.shared_memory:
             neighbours = min(point.ranks, device.per_node) - 1
             features["contention"] = counts.moved_bytes * neighbours

@@ -7,11 +7,9 @@ and what the model does after a change is what is counted.
 
 from __future__ import annotations
 
-import ast
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from cpflare.config import Config, config_from_dict
+from cpflare.config import Config
 from cpflare.engine import configure
 from cpflare.models import build_model
 from cpflare.precision import autocast, weight_dtype
-from cpflare.scaling.efficiency import encoders_of
+from cpflare.scaling.theory import cache_key, what_counts
 from cpflare.train.loss import case_loss
 
 aten = torch.ops.aten
@@ -88,10 +86,6 @@ class Costs:
     chunk_token: Counts
     parameters: int
     parameter_bytes: int
-    state_values: int  # HMD
-    latent_sums: int  # HM
-    encoders: int
-    statistics_bytes: int
 
     def working_bytes(self, tokens: int, chunk: int) -> float:
         """The part of `live_bytes` that goes with the chunk and not with the tokens."""
@@ -165,28 +159,22 @@ class Counter(TorchDispatchMode):
         self.live -= self.sizes.pop(key, 0)
 
 
+_known: dict[str, Costs] = {}
+
+
 def count_costs(config: Config) -> Costs:
     """The costs of a configuration's model, executor and precision, whatever tokens and ranks.
 
     Raises:
         ConfigError: keys of `engine` that do not go together.
     """
-    return _count(repr(_key(config)))
+    key = cache_key(config)
+    if key not in _known:
+        _known[key] = _count(what_counts(config))
+    return _known[key]
 
 
-def _key(config: Config) -> dict[str, Any]:
-    values = config.to_dict()
-    engine = {**values["engine"], "chunk_tokens": None, "memory_limit": None}
-    train = {name: values["train"][name] for name in ("precision", "loss")}
-    if train["precision"] == "fp16":  # the same sizes, and CPUs without fp16 are slow at it
-        train["precision"] = "bf16"
-    data = {name: values["data"][name] for name in ("inputs", "targets")}
-    return {"model": values["model"], "engine": engine, "train": train, "data": data}
-
-
-@lru_cache(maxsize=64)
-def _count(key: str) -> Costs:
-    config = config_from_dict(ast.literal_eval(key))
+def _count(config: Config) -> Costs:
     # Below the CPU kernels' slice of tokens, so that a chunk is one slice, as on a GPU.
     probes = [(n * _PROBE, c * _PROBE) for n, c in ((1, 1), (2, 1), (2, 2), (4, 2))]
     counts = np.array([_values(probe_counts(config, n, c)) for n, c in probes])
@@ -194,9 +182,7 @@ def _count(key: str) -> Costs:
     fixed, per_token, per_chunk, chunk_token = (
         Counts(*(float(value) for value in row)) for row in np.linalg.solve(variables, counts)
     )
-    model = build_model(config)
-    parameters = list(model.parameters())
-    settings = config.model
+    parameters = list(build_model(config).parameters())
     return Costs(
         fixed=fixed,
         per_token=per_token,
@@ -204,10 +190,6 @@ def _count(key: str) -> Costs:
         chunk_token=chunk_token,
         parameters=sum(p.numel() for p in parameters),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        state_values=settings.latents * settings.channels,
-        latent_sums=settings.latents * settings.heads,
-        encoders=encoders_of(settings),
-        statistics_bytes=8 if config.train.precision == "fp64" else 4,
     )
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from cpflare.config import Config
-from cpflare.engine.configure import GPU_CHUNK
-from cpflare.models.backbone import cpu_chunk_tokens
-from cpflare.ops.merge import GATHER_UP_TO
-from cpflare.parallel.grad_sync import BUCKET_BYTES
+from cpflare.engine.chunks import GPU_CHUNK, cpu_chunk_tokens
 from cpflare.plan.counting import Costs, count_costs
 from cpflare.plan.devices import Device, Link
 from cpflare.precision import weight_dtype
+from cpflare.scaling.theory import Message, messages_of
 
 MOST_RANKS = 1024
 _PAYS = 1.25
@@ -137,12 +134,13 @@ class Planner:
     def _communication(self, ranks: int) -> tuple[float, float]:
         """Seconds of (latency, transfer) of a step's collectives."""
         latency = transfer = 0.0
-        for kind, num_bytes, count in messages(self.costs, ranks):
+        sent = messages_of(self.config, ranks)
+        for message in (*sent.stages, *sent.gradients):
             waits, moves = collective_s(
-                kind, num_bytes, ranks, self.device.link, self.network, self.device.per_node
+                message, ranks, self.device.link, self.network, self.device.per_node
             )
-            latency += count * waits
-            transfer += count * moves
+            latency += waits
+            transfer += moves
         return latency, transfer
 
     def fits(self, prediction: Prediction) -> bool:
@@ -201,28 +199,8 @@ def table_rates(device: Device, precision: str) -> Rates:
     )
 
 
-def messages(costs: Costs, ranks: int) -> list[tuple[str, float, int]]:
-    """A step's collectives: (kind, bytes of a rank's buffer, how many)."""
-    if ranks == 1:
-        return []
-    size = costs.statistics_bytes
-    values = size * costs.state_values  # HMD
-    sums = size * costs.latent_sums  # HM
-    gradients = costs.parameters * size
-    buckets = max(math.ceil(gradients / BUCKET_BYTES), 1)
-    sent: list[tuple[str, float, int]] = []
-    if ranks <= GATHER_UP_TO:
-        sent.append(("all_gather", values + sums, costs.encoders))
-    else:
-        sent.append(("all_reduce", sums, costs.encoders))
-        sent.append(("all_reduce", values + sums, costs.encoders))
-    sent.append(("all_reduce", values, costs.encoders))
-    sent.append(("all_reduce", gradients / buckets, buckets))
-    return sent
-
-
 def collective_s(
-    kind: str, num_bytes: float, ranks: int, inside: Link, between: Link, per_node: int
+    message: Message, ranks: int, inside: Link, between: Link, per_node: int
 ) -> tuple[float, float]:
     """(latency, transfer) of one collective: the better of a tree and a ring.
 
@@ -231,14 +209,15 @@ def collective_s(
     """
     if ranks == 1:
         return 0.0, 0.0
+    num_bytes, reduces = message.num_bytes, message.kind == "all_reduce"
     local = min(ranks, per_node)
     nodes = -(-ranks // per_node)
     slowest = between if nodes > 1 else inside
-    ways = 2 if kind == "all_reduce" else 1
+    ways = 2 if reduces else 1
     base = slowest.base_s
     deep = _log2(local) * inside.hop_s + _log2(nodes) * between.hop_s
     around = (ranks - nodes) * inside.hop_s + (nodes if nodes > 1 else 0) * between.hop_s
-    if kind == "all_reduce":
+    if reduces:
         tree = base + ways * deep, ways * num_bytes / slowest.bytes_per_s
         ring_bytes = ways * num_bytes * (ranks - 1) / ranks
     else:

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from cpflare.config import ModelConfig
+from cpflare.config import config_from_dict
+from cpflare.ops.merge import GATHER_UP_TO
 from cpflare.scaling.study import METHODS, Point, Study
+from cpflare.scaling.theory import Message, messages_of
 
 _OTHER_MESSAGES = ("gather", "ddp", "separate")
 """Methods that the theory of the merge is not of."""
@@ -153,30 +155,24 @@ def _reading(loading: Mapping[str, Any] | None) -> float | None:
     return float(min(tokens / seconds for tokens, seconds in speeds))
 
 
-def encoders_of(model: Mapping[str, Any] | ModelConfig) -> int:
-    """Encoders of one pass: one a block for FLARE, two for FLARE++, none without a mixer."""
-    mixer, blocks = (
-        (model.mixer, model.blocks)
-        if isinstance(model, ModelConfig)
-        else (model["mixer"], model["blocks"])
-    )
-    return {"flare": 1, "flarepp": 2, "none": 0}[mixer] * int(blocks)
-
-
 def theory_bytes(point: Point, record: Mapping[str, Any]) -> int | None:
-    """Bytes that a rank must send in a step: HM(D+2) values an encoder forward, HMD backward, and
-    each parameter's gradient once. None for methods that the theory is not of."""
-    if point.method in _OTHER_MESSAGES or point.ranks == 1:
+    """Bytes that a rank must send in a step: what the stages send among many ranks, and each
+    parameter's gradient once. None for methods that the theory is not of."""
+    if (sent := _theory(point, record)) is None:
         return None
-    model = record["config"]["model"]
-    latents, channels, heads = (int(model[key]) for key in ("latents", "channels", "heads"))
     size = 8 if point.precision == "fp64" else 4
-    values = encoders_of(model) * latents * (2 * channels + 2 * heads)
-    return size * (values + int(record["parameters"]))
+    return sum(message.num_bytes for message in sent) + size * int(record["parameters"])
 
 
 def theory_messages(point: Point, record: Mapping[str, Any]) -> int | None:
-    """Messages of a step: at most two forward and one backward an encoder, one for gradients."""
+    """Messages of a step: those of the stages among many ranks, and one for gradients."""
+    sent = _theory(point, record)
+    return None if sent is None else len(sent) + 1
+
+
+def _theory(point: Point, record: Mapping[str, Any]) -> tuple[Message, ...] | None:
     if point.method in _OTHER_MESSAGES or point.ranks == 1:
         return None
-    return 3 * encoders_of(record["config"]["model"]) + 1
+    train = {"precision": point.precision}
+    config = config_from_dict({"model": record["config"]["model"], "train": train})
+    return messages_of(config, GATHER_UP_TO + 1).stages

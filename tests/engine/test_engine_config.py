@@ -13,6 +13,7 @@ from benchmarks.memory import peak_bytes, reset_peak, resident_bytes
 from cpflare.config import EngineConfig, config_from_dict
 from cpflare.engine import configure, parallelize, predicting
 from cpflare.engine.configure import parse_bytes
+from cpflare.engine.in_memory import run_in_memory
 from cpflare.engine.streamed import StreamedExecutor
 from cpflare.errors import ConfigError
 from cpflare.evaluate.predict import Inference, run_model
@@ -49,7 +50,7 @@ def predict(model, inputs, precision="fp64", **engine):
 @pytest.mark.parametrize(
     ("engine", "executor"),
     [
-        ({}, None),
+        ({}, run_in_memory),
         ({"executor": "streamed"}, StreamedExecutor()),
         ({"executor": "streamed", "recompute": 3}, StreamedExecutor(keep_every=3)),
         ({"executor": "streamed", "offload": "bf16"}, StreamedExecutor(half=True)),
@@ -64,7 +65,7 @@ def test_the_executor_follows_the_configuration(engine, executor):
     assert model.executor == executor
     assert model.chunk_tokens == 5
     configure(model, EngineConfig())
-    assert model.executor is None
+    assert model.executor is run_in_memory
     assert model.chunk_tokens is None
 
 

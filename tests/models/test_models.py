@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from cpflare.config import config_from_dict
-from cpflare.engine import parallelize
+from cpflare.engine import chunks, parallelize
+from cpflare.engine.in_memory import run_in_memory
 from cpflare.models import backbone, build_model
 from cpflare.models.published import convert_published, load_published
 from cpflare.ops import Reducer
@@ -116,7 +117,8 @@ def test_even_shards_one_token_a_rank_and_fewer_tokens_than_ranks(sizes, variant
 
 def run_chunked(chunk_tokens, rank, world_size, *args):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backbone, "default_chunk_tokens", lambda x, width: chunk_tokens)
+        patch.setattr(backbone, "run_whole", run_in_memory)
+        patch.setattr(chunks, "default_chunk_tokens", lambda x, width: chunk_tokens)
         return run_shard(rank, world_size, *args)
 
 
@@ -144,7 +146,8 @@ def test_a_block_costs_one_collective_an_encoder_each_way(mixer, encoders):
 def count_collectives(rank, world_size, variant, inputs, targets, sizes):
     """Both ways' calls, with every token in a chunk of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backbone, "default_chunk_tokens", lambda x, width: 1)
+        patch.setattr(backbone, "run_whole", run_in_memory)
+        patch.setattr(chunks, "default_chunk_tokens", lambda x, width: 1)
         model = parallelize(build(variant), dist.group.WORLD)
         outputs = model(inputs.split(sizes, dim=1)[rank])
     forward = model.reducer.comm.take_traffic().calls

@@ -21,12 +21,12 @@ from cpflare.plan.planner import (
     GPU_CHUNK,
     collective_s,
     make_planner,
-    messages,
     stops_paying,
     table_rates,
 )
 from cpflare.plan.text import plan_text, plan_values
 from cpflare.scaling.study import Point, Study
+from cpflare.scaling.theory import Message, messages_of
 from support.paths import ROOT
 
 MODEL = ("model.channels=32", "model.heads=4", "model.blocks=2", "model.latents=16")
@@ -99,24 +99,27 @@ def test_streaming_keeps_less_and_computes_more():
 
 
 def test_messages_of_a_step():
-    costs = count_costs(_config("model.mixer=flarepp"))
-    assert messages(costs, 1) == []
-    assert sum(count for _, _, count in messages(costs, 2)) == 4 + 4 + 1
-    assert sum(count for _, _, count in messages(costs, 8)) == 8 + 4 + 1
-    sent = sum(size * count for _, size, count in messages(costs, 2))
-    assert sent == 4 * (4 * 16 * (32 + 4) + 4 * 16 * 32 + costs.parameters)
+    config = _config("model.mixer=flarepp")
+    for ranks, forward in ((1, 0), (2, 4), (8, 8)):
+        sent = messages_of(config, ranks)
+        assert len(sent.stages) == forward + (4 if ranks > 1 else 0)
+        assert len(sent.gradients) == (1 if ranks > 1 else 0)
+    sent = messages_of(config, 2)
+    num_bytes = sum(message.num_bytes for message in (*sent.stages, *sent.gradients))
+    assert num_bytes == 4 * (4 * 16 * (32 + 4) + 4 * 16 * 32 + count_costs(config).parameters)
 
 
 def test_collectives_cost_more_on_slower_networks_and_more_ranks():
     inside, ethernet = LINKS["nvlink"], LINKS["ethernet"]
     costs = [
-        sum(collective_s("all_reduce", 1e6, ranks, inside, ethernet, 8)) for ranks in (1, 2, 8)
+        sum(collective_s(Message("all_reduce", 1e6), ranks, inside, ethernet, 8))
+        for ranks in (1, 2, 8)
     ]
     assert costs[0] == 0.0
     assert costs[1] < costs[2]
-    assert sum(collective_s("all_reduce", 1e6, 16, inside, ethernet, 8)) > 2 * costs[2]
+    assert sum(collective_s(Message("all_reduce", 1e6), 16, inside, ethernet, 8)) > 2 * costs[2]
     # Small messages pay steps, and a tree has few of them.
-    latency, _ = collective_s("all_reduce", 1.0, 1024, inside, LINKS["infiniband"], 8)
+    latency, _ = collective_s(Message("all_reduce", 1.0), 1024, inside, LINKS["infiniband"], 8)
     assert latency == pytest.approx(18e-6 + 2 * (3 * 2e-6 + 7 * 5e-6))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from cpflare.config import ModelConfig
 from cpflare.models.layers import TokenProjection, latent_parameter, merge_heads, split_heads
-from cpflare.models.mixer import SoftmaxStage, State, Tokens, to_attention_dtype
+from cpflare.models.mixer import State, Tokens, to_attention_dtype
+from cpflare.models.stages import SoftmaxStage
 from cpflare.ops import decode
 
 
@@ -25,6 +27,10 @@ class FlareMixer(nn.Module):
         self.key_proj = TokenProjection(channels)
         self.value_proj = TokenProjection(channels)
         self.out_proj = nn.Linear(channels, channels)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> FlareMixer:
+        return cls(config.channels, config.heads, config.latents)
 
     @property
     def stages(self) -> tuple[SoftmaxStage, ...]:

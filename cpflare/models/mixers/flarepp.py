@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from cpflare.config import ModelConfig
 from cpflare.models.layers import (
     TokenProjection,
     latent_parameter,
@@ -12,7 +13,8 @@ from cpflare.models.layers import (
     merge_heads,
     split_heads,
 )
-from cpflare.models.mixer import SoftmaxStage, State, Tokens, to_attention_dtype
+from cpflare.models.mixer import State, Tokens, to_attention_dtype
+from cpflare.models.stages import SoftmaxStage
 from cpflare.ops import decode
 
 
@@ -59,6 +61,18 @@ class FlarePPMixer(nn.Module):
         if synthesis == "separate":
             self.synthesis_value_proj = TokenProjection(channels)
         self.out_proj = nn.Linear(channels, channels)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> FlarePPMixer:
+        return cls(
+            config.channels,
+            config.heads,
+            config.latents,
+            norm=config.norm,
+            query=config.query,
+            synthesis=config.synthesis,
+            gate_init=config.gate_init,
+        )
 
     @property
     def stages(self) -> tuple[SoftmaxStage, ...]:

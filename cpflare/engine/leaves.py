@@ -1,0 +1,40 @@
+"""Modules over other tensors: the same modules, with leaves in place of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def with_leaves(module: M, parameters: Sequence[Tensor]) -> tuple[M, list[Tensor]]:
+    """A twin of a module whose `parameters` are leaves of their own, on the same memory.
+
+    Gradients that a twin's backward gathers chunk by chunk stay out of the module's own until they
+    are whole, and parameters that a functional call has put in place for its forward are still
+    there in the backward. The module is left as it is, so that threads may do this side by side.
+    """
+    leaves = [nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in parameters]
+    by_parameter = {id(p): leaf for p, leaf in zip(parameters, leaves, strict=True)}
+    twins: dict[int, nn.Module] = {}
+
+    def twin_of(module: nn.Module) -> nn.Module:
+        if id(module) not in twins:
+            twin = twins[id(module)] = module.__class__.__new__(module.__class__)
+            twin.__dict__.update(module.__dict__)
+            twin._parameters = {
+                name: None if p is None else by_parameter[id(p)]
+                for name, p in module._parameters.items()
+            }
+            twin._modules = {
+                name: None if child is None else twin_of(child)
+                for name, child in module._modules.items()
+            }
+        return twins[id(module)]
+
+    twin = twin_of(module)
+    assert isinstance(twin, type(module))
+    return twin, list(leaves)
