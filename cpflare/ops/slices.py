@@ -2,9 +2,7 @@
 
 With M of 64 to 128 rows on one side and millions of tokens on the other, a fused kernel has few
 independent pieces. A slice is a piece of its own; slices of equal length are folded into the batch
-of one call (GPU), or follow one another while they fit the cache (CPU: measured on one core of an
-EPYC 9004 at H = 8, D = 16, M = 64, 50,000 tokens: encoder forward 45 -> 40 ms, backward 130 -> 95
-ms; with blocks in the backward, at D = 8, 4.0 -> 3.4 us a token).
+of one call (GPU), or follow one another while they fit the cache (CPU; `studies/notes.md`, slices).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ CPU_SLICE = 2048
 
 CPU_BLOCK = 256
 """Keys of a slice of an encoder's backward on a CPU: the scores of the 512 that the kernel takes at
-once, and their gradients, leave the L1 cache (fp32 and fp64 gain 6 to 24 %, bf16 nothing)."""
+once, and their gradients, leave the L1 cache (`studies/notes.md`, slices)."""
 
 CUDA_TILE = 64
 """Rows of one thread block of the fused CUDA kernels: B·H·ceil(M/64) blocks without slices."""

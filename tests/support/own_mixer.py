@@ -43,7 +43,7 @@ class OwnMixer(nn.Module):
         return slices, product, gather
 
     def product(self, tokens):
-        """Keys times values, and the number of tokens that it is to be divided by.  [B, H, D, D+1]"""
+        """Keys times values, and the number of tokens to divide it by.  [B, H, D, D+1]"""
         k, v = tokens["k"], tokens["v"]
         count = torch.ones_like(k).sum(dim=-2)[..., None]
         return torch.cat([k.mT @ v, count], dim=-1)
