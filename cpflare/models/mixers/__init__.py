@@ -7,6 +7,8 @@ from cpflare.models.mixer import Mixer, NoMixer
 from cpflare.models.mixers.flare import FlareMixer
 from cpflare.models.mixers.flarepp import FlarePPMixer
 
+MIXERS: dict[str, type] = {"flare": FlareMixer, "flarepp": FlarePPMixer, "none": NoMixer}
+
 
 def build_mixer(config: ModelConfig) -> Mixer:
     """A mixer with the configuration's sizes and options."""
