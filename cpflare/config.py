@@ -18,17 +18,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Lt
 
 from cpflare.errors import ConfigError
-from cpflare.schema import (
-    Count,
-    Finite,
-    NotNegative,
-    Number,
-    Positive,
-    Section,
-    Switch,
-    Whole,
-    build,
-)
+from cpflare.schema import Count, Finite, Number, Positive, Section, Switch, Whole, build
 
 FIELD_CHANNELS: dict[str, int] = {"position": 3, "normal": 3, "pressure": 1, "wall_shear": 3}
 """Channels of each canonical field that a model may read or predict."""
@@ -45,11 +35,9 @@ class DataConfig(Section):
     train_split: Annotated[str | list[str], "a split's name, or a list of cases"] = "train"
     val_split: Annotated[str | list[str], "a split's name, or a list of cases"] = "val"
     tokens: Annotated[Count | Literal["all"], "cells of a case and step"] = 100_000
-    inputs: Annotated[list[str], "fields that the model reads"] = field(
-        default_factory=lambda: list(INPUT_FIELDS)
-    )
-    targets: Annotated[list[str], "fields that it predicts"] = field(
-        default_factory=lambda: list(TARGET_FIELDS)
+    inputs: Annotated[list[str], "fields to read"] = field(default_factory=lambda: [*INPUT_FIELDS])
+    targets: Annotated[list[str], "fields to predict"] = field(
+        default_factory=lambda: [*TARGET_FIELDS]
     )
     position: Annotated[
         Literal["absolute", "relative"], "relative: minus the bounding box's centre"
@@ -97,7 +85,7 @@ class EngineConfig(Section):
         Literal["in_memory", "streamed"],
         "streamed: only block inputs are kept, the rest is recomputed chunk by chunk",
     ] = "in_memory"
-    chunk_tokens: Annotated[Count | None, "null: what the device's caches hold"] = None
+    chunk_tokens: Annotated[Count | None, "tokens of a chunk; null: what caches hold"] = None
     memory_limit: Annotated[Whole | str | None, "bounds a prediction: bytes, or as 6GiB"] = None
     recompute: Annotated[
         Literal["none", "pointwise"] | Whole,
@@ -122,28 +110,30 @@ class TrainConfig(Section):
     cases_per_step: Annotated[
         Count | None, "cases of a step, a multiple of parallel.dp; null: as many"
     ] = None
-    loss: Annotated[Literal["mse", "rel_l2"], "of normalised targets"] = "mse"
+    loss: Annotated[Literal["mse", "rel_l2"], "taken of normalised targets"] = "mse"
     lr: Annotated[Positive, "the highest learning rate"] = 1e-3
     schedule: Annotated[
         Literal["onecycle", "cosine", "constant"], "course of the learning rate"
     ] = "onecycle"
     warmup: Annotated[Number, Gt(0), Lt(1), "share of steps in which the rate rises"] = 0.1
-    weight_decay: Annotated[NotNegative, "of AdamW"] = 1e-4
-    clip: Annotated[NotNegative, "limit of the gradient's norm; 0: none"] = 1.0
+    weight_decay: Annotated[Number, Ge(0), "of AdamW"] = 1e-4
+    clip: Annotated[Number, Ge(0), "limit of the gradient's norm; 0: none"] = 1.0
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "fp64"], "bf16 and fp16 are mixed: weights stay fp32"
     ] = "fp32"
     seed: Annotated[Whole, Ge(0), "draws weights, order, windows and dropout"] = 0
     ema: Annotated[Number, Ge(0), Lt(1), "decay of a moving average of the weights; 0: off"] = 0.0
-    checkpoint_every: Annotated[Whole, Ge(0), "steps; 0: at the end alone"] = 500
+    checkpoint_every: Annotated[
+        Whole, Ge(0), "steps between checkpoints; 0: best ones and the last"
+    ] = 500
     keep: Annotated[Whole, Ge(1), "checkpoints that stay"] = 2
-    eval_every: Annotated[Whole, Ge(0), "steps; 0: at the end alone"] = 500
+    eval_every: Annotated[Whole, Ge(0), "steps between evaluations; 0: at the end alone"] = 500
     eval_cases: Annotated[Whole, Ge(0), "cases of an evaluation before the end; 0: all"] = 4
     eval_tokens: Annotated[Count | Literal["all"], "cells of such a case"] = 100_000
     resume: Annotated[str, "auto: from the newest checkpoint; never; or a checkpoint"] = "auto"
-    nonfinite: Annotated[Literal["stop", "skip"], "at a loss or gradient that is not finite"] = (
-        "stop"
-    )
+    nonfinite: Annotated[
+        Literal["stop", "skip"], "what a step without finite loss and gradient does"
+    ] = "stop"
     deterministic: Annotated[Switch, "the same bits again, with slower operations"] = False
     tensorboard: Annotated[Switch, "also write RUN_DIR/tensorboard/"] = False
 
@@ -206,7 +196,7 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
     """Build a checked configuration from nested plain values; missing keys take their defaults."""
-    config = build(Config, values)
+    config: Config = build(Config, values)
     _check_fields(config.data)
     _check_model(config.model)
     _check_engine(config.engine)
@@ -297,16 +287,7 @@ def _check_engine(engine: EngineConfig) -> None:
         )
 
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-}
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def parse_bytes(value: int | str | None) -> int | None:
@@ -314,6 +295,7 @@ def parse_bytes(value: int | str | None) -> int | None:
     if value is None or isinstance(value, int):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)
-    if not match or match[2] not in _UNITS:
+    unit = _UNITS.get(match[2] or "B") if match else None
+    if not match or not unit:
         raise ConfigError(f"engine.memory_limit={value} must be bytes or a size such as 6GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * unit)

@@ -10,14 +10,12 @@ import functools
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Gt
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError
 
 from cpflare.errors import ConfigError
-
-T = TypeVar("T")
 
 
 def _whole(value: Any) -> Any:
@@ -28,7 +26,6 @@ def _whole(value: Any) -> Any:
 Whole = Annotated[int, Strict(), BeforeValidator(_whole)]
 Count = Annotated[Whole, Gt(0)]
 Number = Annotated[float, Strict()]
-NotNegative = Annotated[Number, Ge(0)]
 Finite = Annotated[Number, AllowInfNan(False)]
 Positive = Annotated[Finite, Gt(0)]
 Switch = Annotated[bool, Strict()]
@@ -40,7 +37,7 @@ class Section:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
 
-def build(kind: type[T], values: Mapping[str, Any]) -> T:
+def build(kind: Any, values: Mapping[str, Any]) -> Any:
     """A dataclass of dataclasses from nested plain values; absent keys take their defaults.
 
     Raises:
@@ -49,9 +46,12 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
     """
     given = {name: {} if keys is None else keys for name, keys in values.items()}
     try:
-        return TypeAdapter(kind).validate_python(given)
+        return _adapter(kind).validate_python(given)
     except ValidationError as error:
         raise ConfigError(_sentence(kind, given, error.errors())) from None
+
+
+_adapter = functools.cache(TypeAdapter)
 
 
 def keys_of(kind: Any) -> dict[str, tuple[Any, Any]]:

@@ -7,8 +7,11 @@ from importlib import resources
 
 import pytest
 
+from cpflare.arguments import describe_keys, described_keys, keys_page
 from cpflare.config import Config, config_from_dict, load_config, parse_bytes
 from cpflare.errors import ConfigError
+from cpflare.models.mixers import MIXERS
+from support.paths import ROOT
 
 SHIPPED = sorted(
     path.name
@@ -179,6 +182,26 @@ def test_sizes_are_read_with_their_units(text, value):
 def test_other_texts_are_no_sizes(text):
     with pytest.raises(ConfigError, match="must be bytes or a size such as 6GiB"):
         parse_bytes(text)
+
+
+def test_the_registry_says_which_mixers_there_are(monkeypatch):
+    with pytest.raises(ConfigError, match=r"^model.mixer='mine' must be flare \| flarepp \| none$"):
+        load_config(None, ["model.mixer=mine"])
+    monkeypatch.setitem(MIXERS, "mine", MIXERS["flare"])
+    assert load_config(None, ["model.mixer=mine"]).model.mixer == "mine"
+    assert "| mine" in describe_keys()
+    with pytest.raises(ConfigError, match=r"\| mine; did you mean mine\?$"):
+        load_config(None, ["model.mixer=mime"])
+
+
+def test_the_page_on_the_keys_is_what_they_say_of_themselves():
+    page = (ROOT / "docs" / "config.md").read_text()
+    assert page == keys_page() + "\n", "python -m cpflare.arguments > docs/config.md"
+    keys = {f"{part}.{name}" for part, names in Config().to_dict().items() for name in names}
+    assert {key for key, *_ in described_keys()} == keys
+    for key, default, values, about in described_keys():
+        assert f"\n  {key}={default} " in describe_keys()
+        assert f"{values}\n      {about}" in describe_keys()
 
 
 def test_a_file_and_overrides_the_last_of_which_wins(tmp_path):
