@@ -1,14 +1,14 @@
-"""Command lines of the launchers: errors are one line, like every other error of a user."""
+"""Command lines of the launchers, and the page on the keys: python -m cpflare.arguments."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import typing
-from typing import Any, Literal, NoReturn
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
-from cpflare.config import Config
+from cpflare.config import Config, mixer_names
 from cpflare.errors import ConfigError
+from cpflare.schema import in_words, keys_of
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,24 +22,41 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see --help")
 
 
+def described_keys() -> Iterator[tuple[str, str, str, str]]:
+    """Each key of the configuration, its default, the values that it takes, and what it is."""
+    for key, (hint, default) in keys_of(Config).items():
+        shown = f"[{','.join(default)}]" if isinstance(default, list) else str(default)
+        shown = {"None": "null", "True": "true", "False": "false"}.get(shown, shown)
+        values = " | ".join(mixer_names()) if key == "model.mixer" else in_words(hint)
+        yield key, shown, values, hint.__metadata__[-1]
+
+
 def describe_keys() -> str:
-    """The configuration's keys with their defaults and choices, for --help."""
-    lines = []
-    for section, kind in typing.get_type_hints(Config).items():
-        defaults = kind()
-        hints = typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            value = getattr(defaults, field.name)
-            choices = [
-                str(choice)
-                for option in (hints[field.name], *typing.get_args(hints[field.name]))
-                if typing.get_origin(option) is Literal
-                for choice in typing.get_args(option)
-            ]
-            shown = "[" + ",".join(value) + "]" if isinstance(value, list) else value
-            shown = (
-                "null" if shown is None else str(shown).lower() if shown in (True, False) else shown
-            )
-            key = f"{section}.{field.name}={shown}"
-            lines.append(f"  {key:<42}{' | '.join(choices)}".rstrip())
-    return "configuration keys and defaults:\n" + "\n".join(lines)
+    """The configuration's keys, for --help."""
+    lines = [
+        f"  {f'{key}={default}':<42}{values}\n      {about}"
+        for key, default, values, about in described_keys()
+    ]
+    return "\n".join(["configuration keys and defaults:", *lines])
+
+
+def keys_page() -> str:
+    """The same in Markdown."""
+    rows = [
+        f"| `{key}` | `{default}` | {values.replace('|', 'or')} | {about} |"
+        for key, default, values, about in described_keys()
+    ]
+    return "\n".join([_PAGE, *rows])
+
+
+_PAGE = """\
+# Configuration keys
+
+In a YAML file (`model: {latents: 128}`) or on the command line (`model.latents=128`).
+`python -m cpflare.arguments > docs/config.md` writes this page.
+
+| key | default | values | what it is |
+|---|---|---|---|"""
+
+if __name__ == "__main__":
+    print(keys_page())

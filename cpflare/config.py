@@ -1,19 +1,24 @@
-"""The configuration: frozen dataclasses, read strictly from YAML files and dotted overrides."""
+"""The configuration: frozen dataclasses, read strictly from YAML files and dotted overrides.
+
+Each key stands with its type, its limits, a sentence and its default; errors, --help and
+docs/config.md are worded from there.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-import types
-import typing
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Lt
 
 from cpflare.errors import ConfigError
+from cpflare.schema import Count, Finite, Number, Positive, Section, Switch, Whole, build
 
 FIELD_CHANNELS: dict[str, int] = {"position": 3, "normal": 3, "pressure": 1, "wall_shear": 3}
 """Channels of each canonical field that a model may read or predict."""
@@ -23,107 +28,125 @@ TARGET_FIELDS = ("pressure", "wall_shear")
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """What is read: `tokens` cells a case and step, or "all" of them."""
+class DataConfig(Section):
+    """What is read."""
 
-    store: str = "data/quickstart/store"
-    train_split: str | list[str] = "train"
-    val_split: str | list[str] = "val"
-    tokens: int | Literal["all"] = 100_000
-    inputs: list[str] = field(default_factory=lambda: list(INPUT_FIELDS))
-    targets: list[str] = field(default_factory=lambda: list(TARGET_FIELDS))
-    position: Literal["absolute", "relative"] = "absolute"
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The network. The defaults are the published full-surface setting.
-
-    `norm: auto` is the published rule: LayerNorm in fp32 and fp64 runs, RMSNorm in mixed precision.
-    `mixer: none` is the backbone without communication between tokens, for ablations.
-    """
-
-    mixer: Literal["flare", "flarepp", "none"] = "flarepp"
-    channels: int = 128
-    heads: int = 8
-    blocks: int = 8
-    latents: int = 64
-    ffn_ratio: float = 2.0
-    norm: Literal["auto", "layernorm", "rmsnorm"] = "auto"
-    query: Literal["gated", "pure"] = "gated"
-    synthesis: Literal["shared", "separate", "tied"] = "shared"
-    gate_init: float = 0.25
-    dropout: float = 0.0
+    store: Annotated[str, "the prepared store"] = "data/quickstart/store"
+    train_split: Annotated[str | list[str], "a split's name, or a list of cases"] = "train"
+    val_split: Annotated[str | list[str], "a split's name, or a list of cases"] = "val"
+    tokens: Annotated[Count | Literal["all"], "cells of a case and step"] = 100_000
+    inputs: Annotated[list[str], "fields to read"] = field(default_factory=lambda: [*INPUT_FIELDS])
+    targets: Annotated[list[str], "fields to predict"] = field(
+        default_factory=lambda: [*TARGET_FIELDS]
+    )
+    position: Annotated[
+        Literal["absolute", "relative"], "relative: minus the bounding box's centre"
+    ] = "absolute"
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """How ranks are split: `cp` ranks share a case, `dp` replicas take different cases."""
+class ModelConfig(Section):
+    """The network; the defaults are the published full-surface setting."""
 
-    cp: int | None = None
-    dp: int | None = None
-    timeout_s: float = 600.0
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How the blocks are executed.
-
-    `executor: streamed` keeps block inputs alone and recomputes the rest chunk by chunk.
-    `chunk_tokens` null takes what the device's caches hold. `recompute`: none; pointwise, the
-    in-memory executor keeps latents and block inputs alone; k, the streamed one keeps every k-th
-    block input. `offload`: none; bf16, block inputs in half precision; host, in the host's memory.
-    `memory_limit` in bytes (or as 6GiB) bounds a prediction. `compile` compiles the token-local
-    parts with torch.compile; the first step then takes a while.
-    """
-
-    executor: Literal["in_memory", "streamed"] = "in_memory"
-    chunk_tokens: int | None = None
-    memory_limit: int | str | None = None
-    recompute: Literal["none", "pointwise"] | int = "none"
-    offload: Literal["none", "bf16", "host"] = "none"
-    compile: bool = False
+    mixer: Annotated[str, "how tokens communicate; none, for ablations: not at all"] = "flarepp"
+    channels: Annotated[Count, "width of a token, a multiple of model.heads"] = 128
+    heads: Annotated[Count, "heads of the attention"] = 8
+    blocks: Annotated[Count, "number of blocks: a mixer and a feed-forward layer each"] = 8
+    latents: Annotated[Count, "latents of a head"] = 64
+    ffn_ratio: Annotated[Finite, "width of feed-forward layers over model.channels"] = 2.0
+    norm: Annotated[
+        Literal["auto", "layernorm", "rmsnorm"],
+        "auto, as published: LayerNorm in fp32 and fp64 runs, RMSNorm in mixed precision",
+    ] = "auto"
+    query: Annotated[
+        Literal["gated", "pure"], "pure: latent queries come from the tokens alone"
+    ] = "gated"
+    synthesis: Annotated[
+        Literal["shared", "separate", "tied"], "projections that synthesise latent queries"
+    ] = "shared"
+    gate_init: Annotated[Finite, "first value of the gate of model.query=gated"] = 0.25
+    dropout: Annotated[Number, Ge(0), Lt(1), "share of values that training sets to 0"] = 0.0
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """The optimisation.
+class ParallelConfig(Section):
+    """How ranks are split; without keys, all share each case."""
 
-    Exactly one of `steps` and `epochs` counts; `steps` wins where both stand.
-    """
-
-    steps: int | None = None
-    epochs: int = 500
-    cases_per_step: int | None = None
-    loss: Literal["mse", "rel_l2"] = "mse"
-    lr: float = 1e-3
-    schedule: Literal["onecycle", "cosine", "constant"] = "onecycle"
-    warmup: float = 0.1
-    weight_decay: float = 1e-4
-    clip: float = 1.0
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    seed: int = 0
-    ema: float = 0.0
-    checkpoint_every: int = 500
-    keep: int = 2
-    eval_every: int = 500
-    eval_cases: int = 4
-    eval_tokens: int | Literal["all"] = 100_000
-    resume: str = "auto"
-    nonfinite: Literal["stop", "skip"] = "stop"
-    deterministic: bool = False
-    tensorboard: bool = False
+    cp: Annotated[Count | None, "ranks that share a case"] = None
+    dp: Annotated[Count | None, "replicas, which take different cases"] = None
+    timeout_s: Annotated[Positive, "seconds that ranks wait for one that is silent"] = 600.0
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class EngineConfig(Section):
+    """How the blocks are executed."""
+
+    executor: Annotated[
+        Literal["in_memory", "streamed"],
+        "streamed: only block inputs are kept, the rest is recomputed chunk by chunk",
+    ] = "in_memory"
+    chunk_tokens: Annotated[Count | None, "tokens of a chunk; null: what caches hold"] = None
+    memory_limit: Annotated[Whole | str | None, "bounds a prediction: bytes, or as 6GiB"] = None
+    recompute: Annotated[
+        Literal["none", "pointwise"] | Whole,
+        "pointwise: in memory, only latents and block inputs are kept; "
+        "k: streamed, only every k-th block input",
+    ] = "none"
+    offload: Annotated[
+        Literal["none", "bf16", "host"],
+        "of streamed block inputs: bf16, kept in half precision; host, in the host's memory",
+    ] = "none"
+    compile: Annotated[
+        Switch, "torch.compile token-local parts; the first step then takes a while"
+    ] = False
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section):
+    """The optimisation."""
+
+    steps: Annotated[Count | None, "optimiser steps; train.epochs does not count then"] = None
+    epochs: Annotated[Count, "times that each training case is taken"] = 500
+    cases_per_step: Annotated[
+        Count | None, "cases of a step, a multiple of parallel.dp; null: as many"
+    ] = None
+    loss: Annotated[Literal["mse", "rel_l2"], "taken of normalised targets"] = "mse"
+    lr: Annotated[Positive, "the highest learning rate"] = 1e-3
+    schedule: Annotated[
+        Literal["onecycle", "cosine", "constant"], "course of the learning rate"
+    ] = "onecycle"
+    warmup: Annotated[Number, Gt(0), Lt(1), "share of steps in which the rate rises"] = 0.1
+    weight_decay: Annotated[Number, Ge(0), "of AdamW"] = 1e-4
+    clip: Annotated[Number, Ge(0), "limit of the gradient's norm; 0: none"] = 1.0
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16", "fp64"], "bf16 and fp16 are mixed: weights stay fp32"
+    ] = "fp32"
+    seed: Annotated[Whole, Ge(0), "draws weights, order, windows and dropout"] = 0
+    ema: Annotated[Number, Ge(0), Lt(1), "decay of a moving average of the weights; 0: off"] = 0.0
+    checkpoint_every: Annotated[
+        Whole, Ge(0), "steps between checkpoints; 0: best ones and the last"
+    ] = 500
+    keep: Annotated[Whole, Ge(1), "checkpoints that stay"] = 2
+    eval_every: Annotated[Whole, Ge(0), "steps between evaluations; 0: at the end alone"] = 500
+    eval_cases: Annotated[Whole, Ge(0), "cases of an evaluation before the end; 0: all"] = 4
+    eval_tokens: Annotated[Count | Literal["all"], "cells of such a case"] = 100_000
+    resume: Annotated[str, "auto: from the newest checkpoint; never; or a checkpoint"] = "auto"
+    nonfinite: Annotated[
+        Literal["stop", "skip"], "what a step without finite loss and gradient does"
+    ] = "stop"
+    deterministic: Annotated[Switch, "the same bits again, with slower operations"] = False
+    tensorboard: Annotated[Switch, "also write RUN_DIR/tensorboard/"] = False
+
+
+@dataclass(frozen=True)
+class RunConfig(Section):
     """Where the run's files go."""
 
-    dir: str = "runs/latest"
+    dir: Annotated[str, "folder of the run"] = "runs/latest"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section):
     """A whole run."""
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -173,8 +196,16 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
     """Build a checked configuration from nested plain values; missing keys take their defaults."""
-    config: Config = _build(Config, values, prefix="")
-    return _resolve(config)
+    config: Config = build(Config, values)
+    _check_fields(config.data)
+    _check_model(config.model)
+    _check_engine(config.engine)
+    if config.model.norm != "auto":
+        return config
+    norm: Literal["layernorm", "rmsnorm"] = (
+        "rmsnorm" if config.train.precision in ("bf16", "fp16") else "layernorm"
+    )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, norm=norm))
 
 
 def _config_path(source: str | Path) -> Path:
@@ -204,132 +235,67 @@ def _dotted(overrides: Sequence[str]) -> Any:
     return OmegaConf.from_dotlist([text.strip() for text in overrides])
 
 
-def _build(kind: Any, values: Any, prefix: str) -> Any:
-    """Fill dataclass `kind` from a mapping, refusing unknown keys and wrong types by name."""
-    if values is None:
-        values = {}
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{prefix.rstrip('.')}={values!r} must be a section with keys below it")
-    hints = typing.get_type_hints(kind)
-    for key, value in values.items():
-        if key not in hints:
-            below = next(iter(value), "") if isinstance(value, Mapping) and not prefix else ""
-            raise ConfigError(_unknown(f"{prefix}{key}", below))
-    arguments = {}
-    for key, value in values.items():
-        if dataclasses.is_dataclass(hints[key]):
-            arguments[key] = _build(hints[key], value, f"{prefix}{key}.")
-        else:
-            arguments[key] = _convert(f"{prefix}{key}", hints[key], value)
-    return kind(**arguments)
-
-
-def _known_keys() -> list[str]:
-    sections = typing.get_type_hints(Config)
-    return [f"{name}.{f.name}" for name, kind in sections.items() for f in dataclasses.fields(kind)]
-
-
-def _unknown(key: str, below: str = "") -> str:
-    """What to say of an unknown key; `below` is the first key of an unknown section."""
-    wanted = f"{key}.{below}" if below else key
-    known = _known_keys()
-    by_name = [name for name in known if name.split(".")[1] == wanted.split(".")[-1]]
-    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
-    hint = (by_name or near or [""])[0]
-    mend = f"did you mean {hint}?" if hint else "train_cp.py --help lists the keys"
-    return f"unknown config key '{wanted}'; {mend}"
-
-
-def _convert(key: str, hint: Any, value: Any) -> Any:
-    """Check `value` against a type hint; an int where a float is wanted is converted."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
-    for option in options:
-        match = _match(option, value)
-        if match is not None or (option is type(None) and value is None):
-            return match
-    wanted = " or ".join(_describe(option) for option in options)
-    raise ConfigError(f"{key}={value!r} must be {wanted}")
-
-
-_UNIONS = (typing.Union, types.UnionType)
-
-
-def _match(option: Any, value: Any) -> Any:
-    """The value as `option` has it, or None where it does not fit."""
-    if typing.get_origin(option) is Literal:
-        return value if value in typing.get_args(option) else None
-    if typing.get_origin(option) is list:
-        is_names = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        return list(value) if is_names else None
-    if option is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if option is int and isinstance(value, int | float) and not isinstance(value, bool):
-        return int(value) if math.isfinite(value) and int(value) == value else None
-    if option in (bool, str) and isinstance(value, option):
-        return value
-    return None
-
-
-def _describe(option: Any) -> str:
-    if typing.get_origin(option) is Literal:
-        return " | ".join(str(arg) for arg in typing.get_args(option))
-    if typing.get_origin(option) is list:
-        return "a list of names"
-    if option is type(None):
-        return "null"
-    return {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[option]
-
-
-def _resolve(config: Config) -> Config:
-    """Check ranges and fill what depends on other keys (the norm, on the precision)."""
-    data, model, train = config.data, config.model, config.train
-    _require(data.tokens == "all" or int(data.tokens) > 0, "data.tokens", data.tokens, "positive")
-    eval_tokens = train.eval_tokens
-    _require(
-        eval_tokens == "all" or int(eval_tokens) > 0, "train.eval_tokens", eval_tokens, "positive"
-    )
+def _check_fields(data: DataConfig) -> None:
     for key, names, known in (
         ("data.inputs", data.inputs, INPUT_FIELDS),
         ("data.targets", data.targets, TARGET_FIELDS),
     ):
-        allowed = bool(names) and set(names) <= set(known) and len(set(names)) == len(names)
-        _require(allowed, key, names, f"one or more of {', '.join(known)}, each once")
-    for key in ("channels", "heads", "blocks", "latents"):
-        _require(getattr(model, key) > 0, f"model.{key}", getattr(model, key), "positive")
+        if not names or len({*names} & {*known}) != len(names):
+            raise ConfigError(f"{key}={names} must be one or more of {', '.join(known)}, each once")
+
+
+def mixer_names() -> list[str]:
+    """The registry's names; imported when asked, since mixers are built from configurations."""
+    from cpflare.models.mixers import MIXERS
+
+    return list(MIXERS)
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.mixer not in mixer_names():
+        near = difflib.get_close_matches(model.mixer, mixer_names(), n=1)
+        raise ConfigError(
+            f"model.mixer={model.mixer!r} must be {' | '.join(mixer_names())}"
+            + "".join(f"; did you mean {name}?" for name in near)
+        )
     if model.channels % model.heads:
         raise ConfigError(
             f"model.channels={model.channels} is not divisible by model.heads={model.heads}; "
             f"take for example model.channels={-(-model.channels // model.heads) * model.heads}"
         )
-    wide = math.isfinite(model.ffn_ratio) and int(model.channels * model.ffn_ratio) >= 1
-    _require(wide, "model.ffn_ratio", model.ffn_ratio, f"at least 1/{model.channels}")
-    _require(math.isfinite(model.gate_init), "model.gate_init", model.gate_init, "finite")
-    _require(0 <= model.dropout < 1, "model.dropout", model.dropout, "at least 0 and below 1")
-    for key in ("cp", "dp"):
-        value = getattr(config.parallel, key)
-        _require(value is None or value > 0, f"parallel.{key}", value, "positive")
-    timeout = config.parallel.timeout_s
-    _require(0 < timeout < math.inf, "parallel.timeout_s", timeout, "positive and finite")
-    for key in ("steps", "cases_per_step"):
-        value = getattr(train, key)
-        _require(value is None or value > 0, f"train.{key}", value, "positive")
-    for key in ("epochs", "lr"):
-        value = getattr(train, key)
-        _require(0 < value < math.inf, f"train.{key}", value, "positive and finite")
-    for key in ("weight_decay", "clip", "checkpoint_every", "eval_every", "eval_cases", "seed"):
-        value = getattr(train, key)
-        _require(value >= 0, f"train.{key}", value, "at least 0")
-    _require(train.keep >= 1, "train.keep", train.keep, "at least 1")
-    _require(0 <= train.ema < 1, "train.ema", train.ema, "at least 0 (off) and below 1")
-    _require(0 < train.warmup < 1, "train.warmup", train.warmup, "a share between 0 and 1")
-    if model.norm == "auto":
-        norm: Literal["layernorm", "rmsnorm"] = (
-            "rmsnorm" if train.precision in ("bf16", "fp16") else "layernorm"
+    if int(model.channels * model.ffn_ratio) < 1:
+        raise ConfigError(f"model.ffn_ratio={model.ffn_ratio} must be at least 1/{model.channels}")
+
+
+def _check_engine(engine: EngineConfig) -> None:
+    parse_bytes(engine.memory_limit)
+    recompute = engine.recompute
+    if isinstance(recompute, int) and (recompute < 1 or engine.executor != "streamed"):
+        raise ConfigError(
+            f"engine.recompute={recompute} keeps every k-th block input of the streamed executor; "
+            "set engine.executor=streamed and k of at least 1"
         )
-        config = dataclasses.replace(config, model=dataclasses.replace(model, norm=norm))
-    return config
+    if recompute == "pointwise" and engine.executor != "in_memory":
+        raise ConfigError(
+            "engine.recompute=pointwise is what the streamed executor does anyway; leave it "
+            "out, or set engine.executor=in_memory"
+        )
+    if engine.offload != "none" and engine.executor != "streamed":
+        raise ConfigError(
+            f"engine.offload={engine.offload} moves block inputs of the streamed executor; set "
+            "engine.executor=streamed"
+        )
 
 
-def _require(holds: bool, key: str, value: Any, wanted: str) -> None:
-    if not holds:
-        raise ConfigError(f"{key}={value} must be {wanted}")
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_bytes(value: int | str | None) -> int | None:
+    """A number of bytes, or a text such as 6GiB.  Raises ConfigError for anything else."""
+    if value is None or isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)
+    unit = _UNITS.get(match[2] or "B") if match else None
+    if not match or not unit:
+        raise ConfigError(f"engine.memory_limit={value} must be bytes or a size such as 6GiB")
+    return int(float(match[1]) * unit)

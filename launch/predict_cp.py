@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cpflare.arguments import Parser
-from cpflare.config import ParallelConfig
+from cpflare.config import ParallelConfig, parse_bytes
 from cpflare.data.store import Store
 from cpflare.engine import parallelize
-from cpflare.engine.configure import parse_bytes
 from cpflare.errors import ConfigError, DataError
 from cpflare.evaluate.job import Mesh, Predictor
 from cpflare.evaluate.predict import Inference, load_weights

@@ -7,8 +7,11 @@ from importlib import resources
 
 import pytest
 
-from cpflare.config import Config, config_from_dict, load_config
+from cpflare.arguments import describe_keys, described_keys, keys_page
+from cpflare.config import Config, config_from_dict, load_config, parse_bytes
 from cpflare.errors import ConfigError
+from cpflare.models.mixers import MIXERS
+from support.paths import ROOT
 
 SHIPPED = sorted(
     path.name
@@ -144,6 +147,61 @@ def test_heads_must_divide_the_channels_and_the_mend_does():
         load_config(None, ["model.channels=100"])
     mend = str(caught.value).split("for example ")[1]
     assert load_config(None, [mend]).model.channels == 104
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"recompute": 2}, r"engine.recompute=2 .*set engine.executor=streamed"),
+        ({"executor": "streamed", "recompute": 0}, r"engine.recompute=0 .*k of at least 1"),
+        ({"executor": "streamed", "recompute": "pointwise"}, r"leave it out"),
+        ({"offload": "host"}, r"engine.offload=host .*set engine.executor=streamed"),
+        ({"offload": "bf16"}, r"engine.offload=bf16 .*set engine.executor=streamed"),
+        ({"chunk_tokens": 0}, r"engine.chunk_tokens=0 must be positive"),
+        ({"memory_limit": "6 gigs"}, r"engine.memory_limit=6 gigs must be bytes or a size"),
+    ],
+    ids=str,
+)
+def test_keys_that_do_not_go_together_are_refused(engine, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict({"engine": engine})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (None, None), (4096, 4096), ("4096", 4096), ("6GiB", 6 * 2**30), ("1.5 GB", 1_500_000_000),
+        (" 512MiB ", 512 * 2**20), ("3KB", 3000), ("0.5KiB", 512), ("10B", 10),
+    ],
+)  # fmt: skip
+def test_sizes_are_read_with_their_units(text, value):
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "6Gib", "6 G", "-1GiB", "1e9", "1.2.3GiB", "."])
+def test_other_texts_are_no_sizes(text):
+    with pytest.raises(ConfigError, match="must be bytes or a size such as 6GiB"):
+        parse_bytes(text)
+
+
+def test_the_registry_says_which_mixers_there_are(monkeypatch):
+    with pytest.raises(ConfigError, match=r"^model.mixer='mine' must be flare \| flarepp \| none$"):
+        load_config(None, ["model.mixer=mine"])
+    monkeypatch.setitem(MIXERS, "mine", MIXERS["flare"])
+    assert load_config(None, ["model.mixer=mine"]).model.mixer == "mine"
+    assert "| mine" in describe_keys()
+    with pytest.raises(ConfigError, match=r"\| mine; did you mean mine\?$"):
+        load_config(None, ["model.mixer=mime"])
+
+
+def test_the_page_on_the_keys_is_what_they_say_of_themselves():
+    page = (ROOT / "docs" / "config.md").read_text()
+    assert page == keys_page() + "\n", "python -m cpflare.arguments > docs/config.md"
+    keys = {f"{part}.{name}" for part, names in Config().to_dict().items() for name in names}
+    assert {key for key, *_ in described_keys()} == keys
+    for key, default, values, about in described_keys():
+        assert f"\n  {key}={default} " in describe_keys()
+        assert f"{values}\n      {about}" in describe_keys()
 
 
 def test_a_file_and_overrides_the_last_of_which_wins(tmp_path):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from cpflare.config import EngineConfig
+from cpflare.config import EngineConfig, parse_bytes
 from cpflare.engine.chunks import GPU_CHUNK, default_chunk_tokens
 from cpflare.engine.compilation import compile_local
 from cpflare.engine.in_memory import run_in_memory
@@ -23,25 +22,9 @@ logger = logging.getLogger("cpflare")
 _WORKING_SET = 16
 """Tensors of a chunk's size that live at once while a block runs without gradients; measured."""
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-}
-
 
 def configure(model: Backbone, engine: EngineConfig) -> Backbone:
-    """Set a model's executor for training; returns the same model.
-
-    Raises:
-        ConfigError: keys that do not go together.
-    """
-    _check(engine)
+    """Set a model's executor for training; returns the same model."""
     device = next(model.parameters()).device
     model.chunk_tokens = engine.chunk_tokens
     if engine.executor == "streamed":
@@ -97,38 +80,6 @@ def predicting(model: Backbone, num_tokens: int, engine: EngineConfig) -> Iterat
         yield
     finally:
         model.executor, model.chunk_tokens = before
-
-
-def parse_bytes(value: int | str | None) -> int | None:
-    """A number of bytes, or a text such as 6GiB.  Raises ConfigError for anything else."""
-    if value is None or isinstance(value, int):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)
-    if not match or match[2] not in _UNITS:
-        raise ConfigError(f"engine.memory_limit={value} must be bytes or a size such as 6GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def _check(engine: EngineConfig) -> None:
-    parse_bytes(engine.memory_limit)
-    recompute = engine.recompute
-    if engine.chunk_tokens is not None and engine.chunk_tokens < 1:
-        raise ConfigError(f"engine.chunk_tokens={engine.chunk_tokens} must be positive")
-    if isinstance(recompute, int) and (recompute < 1 or engine.executor != "streamed"):
-        raise ConfigError(
-            f"engine.recompute={recompute} keeps every k-th block input of the streamed executor; "
-            "set engine.executor=streamed and k of at least 1"
-        )
-    if recompute == "pointwise" and engine.executor != "in_memory":
-        raise ConfigError(
-            "engine.recompute=pointwise is what the streamed executor does anyway; leave it "
-            "out, or set engine.executor=in_memory"
-        )
-    if engine.offload != "none" and engine.executor != "streamed":
-        raise ConfigError(
-            f"engine.offload={engine.offload} moves block inputs of the streamed executor; set "
-            "engine.executor=streamed"
-        )
 
 
 def _held(device: torch.device) -> int:

@@ -12,7 +12,6 @@ import torch
 from benchmarks.memory import peak_bytes, reset_peak, resident_bytes
 from cpflare.config import EngineConfig, config_from_dict
 from cpflare.engine import configure, parallelize, predicting
-from cpflare.engine.configure import parse_bytes
 from cpflare.engine.in_memory import run_in_memory
 from cpflare.engine.streamed import StreamedExecutor
 from cpflare.errors import ConfigError
@@ -67,41 +66,6 @@ def test_the_executor_follows_the_configuration(engine, executor):
     configure(model, EngineConfig())
     assert model.executor is run_in_memory
     assert model.chunk_tokens is None
-
-
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        ({"recompute": 2}, r"engine.recompute=2 .*set engine.executor=streamed"),
-        ({"executor": "streamed", "recompute": 0}, r"engine.recompute=0 .*k of at least 1"),
-        ({"executor": "streamed", "recompute": "pointwise"}, r"leave it out"),
-        ({"offload": "host"}, r"engine.offload=host .*set engine.executor=streamed"),
-        ({"offload": "bf16"}, r"engine.offload=bf16 .*set engine.executor=streamed"),
-        ({"chunk_tokens": 0}, r"engine.chunk_tokens=0 must be positive"),
-        ({"memory_limit": "6 gigs"}, r"engine.memory_limit=6 gigs must be bytes or a size"),
-    ],
-    ids=str,
-)
-def test_keys_that_do_not_go_together_are_refused(engine, message):
-    with pytest.raises(ConfigError, match=message):
-        configure(build(), EngineConfig(**engine))
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        (None, None), (4096, 4096), ("4096", 4096), ("6GiB", 6 * 2**30), ("1.5 GB", 1_500_000_000),
-        (" 512MiB ", 512 * 2**20), ("3KB", 3000), ("0.5KiB", 512), ("10B", 10),
-    ],
-)  # fmt: skip
-def test_sizes_are_read_with_their_units(text, value):
-    assert parse_bytes(text) == value
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "6Gib", "6 G", "-1GiB", "1e9", "1.2.3GiB", "."])
-def test_other_texts_are_no_sizes(text):
-    with pytest.raises(ConfigError, match="must be bytes or a size such as 6GiB"):
-        parse_bytes(text)
 
 
 # ---- prediction ----------------------------------------------------------------------------------
