@@ -19,6 +19,7 @@ from support.stores import SMALL, read_metrics, train_rank, write_store
 H, M, D = 4, 16, 16
 SCALE = D**-0.5
 TOKENS = 1200
+CASES = 4
 ONE_ROUNDING_MORE = 1.45
 SHARDS = {
     1: [1200],
@@ -96,42 +97,59 @@ def build(norm="rmsnorm", mixer="flarepp"):
     return build_model(config_from_dict({"model": model, "train": {"precision": "bf16"}}))
 
 
-def model_on_ranks(rank, world_size, mixer, inputs, targets, sizes, executor):
-    """Outputs and gradients of a step in bf16 autocast, and the dtypes of all messages."""
+def model_on_ranks(rank, world_size, mixer, cases, sizes, executor):
+    """Outputs, loss and gradients of each case in bf16 autocast, and the dtypes of all messages."""
     comm = Communicator(dist.group.WORLD)
     dtypes = record_messages(comm)
-    model = configure(
-        parallelize(build(mixer=mixer), comm), EngineConfig(executor=executor, chunk_tokens=256)
-    )
-    shard = [t.split(sizes)[rank] for t in (inputs, targets)]
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = model(shard[0])
-    objective, value = case_loss("mse", outputs, shard[1], TOKENS, comm, "made")
-    objective.backward()
-    gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
-    return outputs.detach(), value, gradients, dtypes
+    results = []
+    for inputs, targets in cases:
+        model = configure(
+            parallelize(build(mixer=mixer), comm), EngineConfig(executor=executor, chunk_tokens=256)
+        )
+        shard = [t.split(sizes)[rank] for t in (inputs, targets)]
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(shard[0])
+        objective, value = case_loss("mse", outputs, shard[1], TOKENS, comm, "made")
+        objective.backward()
+        assert value.dtype == torch.float32
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+        results.append((outputs.detach(), value, gradients))
+    assert set(dtypes) <= {torch.float32}
+    return results
+
+
+def reference_of(model, inputs, targets):
+    """The same in fp64."""
+    model.zero_grad()
+    outputs = model(inputs.double())
+    loss = (outputs - targets).square().mean()
+    loss.backward()
+    return outputs, loss, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("executor", ["in_memory", "streamed"])
 @pytest.mark.parametrize("mixer", ["flare", "flarepp"])
 def test_a_bf16_model_s_error_does_not_grow_with_the_ranks(mixer, executor):
-    inputs, targets = torch.randn(TOKENS, 6), torch.randn(TOKENS, 4)
+    # The gradients' error of a single case varies by a factor of two from case to case, on ranks
+    # and on one, and with the processor's kernels: what is compared is the mean over cases.
+    cases = [(torch.randn(TOKENS, 6), torch.randn(TOKENS, 4)) for _ in range(CASES)]
     model = build(mixer=mixer).double()
-    expected = model(inputs.double())
-    loss = (expected - targets).square().mean()
-    loss.backward()
-    expected_gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+    expected = [reference_of(model, *case) for case in cases]
     errors = {}
     for ranks, sizes in SHARDS.items():
-        arguments = mixer, inputs, targets, sizes, executor
-        parts = run_ranks(ranks, model_on_ranks, *arguments)
-        assert all(set(part[3]) <= {torch.float32} for part in parts)
-        assert all(part[1].dtype == torch.float32 for part in parts)
-        errors[ranks] = {
-            "outputs": rms_error(torch.cat([part[0] for part in parts]), expected),
-            "loss": abs(float(sum(part[1] for part in parts) / loss.detach()) - 1),
-            "gradients": rms_error(sum(part[2] for part in parts), expected_gradients),
-        }
+        parts = run_ranks(ranks, model_on_ranks, mixer, cases, sizes, executor)
+        by_case = [
+            (
+                rms_error(torch.cat([part[0] for part in shards]), outputs),
+                float(sum(part[1] for part in shards) / loss.detach()) - 1,
+                rms_error(sum(part[2] for part in shards), gradients),
+            )
+            for shards, (outputs, loss, gradients) in zip(
+                zip(*parts, strict=True), expected, strict=True
+            )
+        ]
+        means = torch.tensor(by_case).square().mean(dim=0).sqrt().tolist()
+        errors[ranks] = dict(zip(("outputs", "loss", "gradients"), means, strict=True))
     assert 1e-4 < errors[1]["outputs"] < 0.05
     assert 1e-4 < errors[1]["gradients"] < 0.1
     for ranks in (2, 3, 4):
