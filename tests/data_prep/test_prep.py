@@ -20,8 +20,8 @@ from cpflare.data import Store
 from cpflare.data.store import MARK
 from cpflare.data.verify import inspect_store
 from cpflare.errors import ConfigError, DataError
+from data_prep import layouts as interchange
 from data_prep.fields import load_field_map
-from data_prep.formats import layouts as interchange
 from data_prep.parameters import read_parameters
 from data_prep.read import load_case
 from data_prep.splits import draw_splits, load_splits

@@ -10,8 +10,8 @@ import pytest
 import pyvista as pv
 
 from cpflare.errors import DataError
+from cpflare.formats import vtk_arrays, vtk_xml
 from data_prep.fields import FieldMap, FieldSource, load_field_map
-from data_prep.formats import vtk_arrays, vtk_xml
 from data_prep.read import load_case, read_surface
 from support.paths import REAL
 from support.surfaces import ENCODINGS, cube, tube, write_xml

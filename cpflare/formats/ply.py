@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpflare.errors import DataError
-from data_prep.geometry import Surface
+from cpflare.formats.surface import Surface
+from cpflare.formats.vtk_objects import run
 
 Array = NDArray[Any]
 
@@ -30,8 +32,10 @@ class _Element:
     lists: list[tuple[str, str, str]] = field(default_factory=list)  # name, type of count, of items
 
 
-def read_ply(path: Path) -> Surface:
-    """Points and faces in the file's order; other elements and properties are passed over.
+def read(path: Path, *, whole: bool = False) -> Surface:
+    """Points and faces in the file's order; other elements are passed over.
+
+    `whole` reads further properties that VTK knows (colours, normals) into `output`.
 
     Raises: DataError where the file is damaged, or has lists that are not faces.
     """
@@ -47,7 +51,14 @@ def read_ply(path: Path) -> Surface:
         raise DataError(f"{path} is cut off or damaged ({error}); copy the file again") from None
     points, corners, counts = found
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
-    return Surface(points, corners, offsets)
+    surface = Surface(points, corners, offsets)
+    if whole:
+        from vtkmodules.vtkIOPLY import vtkPLYReader
+
+        # VTK knows fewer dialects than are read here: of such a file the geometry is kept alone.
+        with contextlib.suppress(DataError):
+            surface.output = run(vtkPLYReader(), path)
+    return surface
 
 
 def _header(path: Path, text: str) -> tuple[str, list[_Element]]:
