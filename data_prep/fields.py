@@ -55,11 +55,11 @@ class FieldSource:
 
     names: _Names = ()
     components: _Names = ()
-    scale: _Number = Field(1.0, description="a number different from 0")
-    offset: _Number = Field(0.0, description="a number")
+    scale: _Number = Field(default=1.0, description="a number different from 0")
+    offset: _Number = Field(default=0.0, description="a number")
     file: _Names = ()
-    match: Literal["order", "nearest"] = Field("order", description="order or nearest")
-    rows: _Rows = Field((), description="a list of [start, stop]")
+    match: Literal["order", "nearest"] = Field(default="order", description="order or nearest")
+    rows: _Rows = Field(default=(), description="a list of [start, stop]")
 
 
 @dataclass(frozen=True, config=_CHECKED)
@@ -90,20 +90,22 @@ class FieldMap:
     association: Literal["cell", "point"] = Field(description="cell or point")
     fields: dict[_Text, FieldSource] = Field(description="keys and values")
     shear_sign: Annotated[Literal[-1, 1, "unknown"], BeforeValidator(_no_truth)] = Field(
-        "unknown", description="-1 (minus the traction), 1 or unknown"
+        default="unknown", description="-1 (minus the traction), 1 or unknown"
     )
     winding: Literal["inward", "outward", "unknown"] = Field(
-        "unknown", description="inward, outward or unknown"
+        default="unknown", description="inward, outward or unknown"
     )
     axes: _Names = ("x", "y", "z")
-    reference: Annotated[Reference, _Empty] = Field(Reference(), description="keys and values")
-    store_as: Literal["cell"] | None = Field(
-        None, description="the association, or cell (cell data stays on cells)"
+    reference: Annotated[Reference, _Empty] = Field(
+        default=Reference(), description="keys and values"
     )
-    length_scale: _Number = Field(1.0, gt=0, description="a positive number")
-    units: Annotated[dict[str, _Text], _Empty] = Field({}, description="texts by name")
+    store_as: Literal["cell"] | None = Field(
+        default=None, description="the association, or cell (cell data stays on cells)"
+    )
+    length_scale: _Number = Field(default=1.0, gt=0, description="a positive number")
+    units: Annotated[dict[str, _Text], _Empty] = Field(default={}, description="texts by name")
     files: _Names = ("*.vtp", "*.vtu", "*.vtk")
-    case_name: Literal["stem", "parent"] = Field("stem", description="stem or parent")
+    case_name: Literal["stem", "parent"] = Field(default="stem", description="stem or parent")
     parameters: _Names = ()
 
     @property
@@ -177,7 +179,7 @@ def _refusal(data: Mapping[str, Any], error: ValidationError) -> ConfigError:
     unknown = [e for e in errors if e["type"] == "unexpected_keyword_argument"]
     path = [str(part) for part in (unknown or errors)[0]["loc"]]
     nested: dict[str, tuple[Any, int]] = {"fields": (FieldSource, 3), "reference": (Reference, 2)}
-    kind, depth = nested.get(path[0], (FieldMap, 1)) if len(path) > 1 else (FieldMap, 1)
+    kind, depth = nested.get(path[0] if len(path) > 1 else "", (FieldMap, 1))
     *above, last = path[:depth]
     known = {key: info.description for key, info in kind.__pydantic_fields__.items()}
     label = f"field map {data['name']}: "

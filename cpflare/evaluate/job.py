@@ -20,8 +20,9 @@ from cpflare.data.sampler import Window
 from cpflare.data.store import Case, Store
 from cpflare.errors import DataError
 from cpflare.evaluate.exchange import check_finite
-from cpflare.evaluate.export import find_source, write_npz, write_vtp
+from cpflare.evaluate.export import write_npz, write_vtp
 from cpflare.evaluate.files import written_aside
+from cpflare.evaluate.find import find_source
 from cpflare.evaluate.forces import Reference, coefficients, integrate
 from cpflare.evaluate.predict import (
     Inference,

@@ -87,8 +87,8 @@ def to_polydata(surface: Surface) -> Any:
         if same == (surface.num_cells, surface.num_points):
             return pv.wrap(output)
     corners, offsets = surface.connectivity.astype(np.int64), surface.offsets.astype(np.int64)
-    strips = [] if surface.kinds is None else np.flatnonzero(surface.kinds == STRIP)
-    for start, stop in ((offsets[i], offsets[i + 1]) for i in strips):
+    kinds = np.full(surface.num_cells, POLYGON) if surface.kinds is None else surface.kinds
+    for start, stop in ((offsets[i], offsets[i + 1]) for i in np.flatnonzero(kinds == STRIP)):
         strip = corners[start:stop].copy()
         corners[start:stop] = np.concatenate([strip[:1], strip[1::2], strip[2::2][::-1]])
     mesh = pv.PolyData()

@@ -32,7 +32,7 @@ def read(path: Path, association: str, pick: Pick, *, whole: bool = False) -> Su
         return vtk_arrays.decode(header, wanted)
     if whole:
         output = _read(path, lambda kind, name: True)
-        wanted = [a for a in header.arrays if a.section.endswith("Data") and a.dtype]
+        wanted = [a for a in header.arrays if a.section in ("CellData", "PointData") and a.dtype]
     else:
         output = _read(path, lambda kind, name: kind == association and name in names)
     surface = to_surface(path, output, association, names)
