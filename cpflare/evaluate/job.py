@@ -30,6 +30,7 @@ from cpflare.evaluate.predict import (
     predict_shard,
     run_model,
 )
+from cpflare.formats.files import SUFFIXES
 from cpflare.log import show_progress
 from cpflare.models import Backbone
 from cpflare.parallel.partition import shard_bounds
@@ -215,6 +216,8 @@ def _source_mesh(case: Case, source: Path | None) -> Path | str:
         path = find_source(source, case.name)
     else:
         path = Path(case.attrs["source"])
+        if path.exists() and path.suffix.lower() not in SUFFIXES:
+            return f"the source {path} of case {case.name} has rows, but no mesh"
         if not path.is_file():
             return f"the mesh {path} of case {case.name} is gone (--source says where it is now)"
     size, checksum = case.attrs.get("source_size"), case.attrs.get("source_checksum")

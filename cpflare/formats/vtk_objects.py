@@ -76,7 +76,7 @@ def to_polydata(surface: Surface) -> Any:
     """A surface as PolyData with all arrays of the data set it was read from.
 
     PolyData sorts cells by their kind. What is none already therefore gets one polygon a cell, in
-    the order of the rows: lines and vertices have fewer than three corners, a strip has its rim.
+    the order of the rows: a strip's rim, and of lines the way there and back, which has no area.
     """
     import pyvista as pv
     from vtkmodules.vtkCommonDataModel import vtkCellArray
@@ -88,9 +88,13 @@ def to_polydata(surface: Surface) -> Any:
             return pv.wrap(output)
     corners, offsets = surface.connectivity.astype(np.int64), surface.offsets.astype(np.int64)
     kinds = np.full(surface.num_cells, POLYGON) if surface.kinds is None else surface.kinds
-    for start, stop in ((offsets[i], offsets[i + 1]) for i in np.flatnonzero(kinds == STRIP)):
-        strip = corners[start:stop].copy()
-        corners[start:stop] = np.concatenate([strip[:1], strip[1::2], strip[2::2][::-1]])
+    others = np.flatnonzero((kinds == STRIP) | ((kinds == VERTEX) & (np.diff(offsets) > 2)))
+    if len(others):
+        walks = np.split(corners, offsets[1:-1])
+        for i in others:
+            walks[i] = _walk_around(walks[i], int(kinds[i]))
+        corners = np.concatenate(walks)
+        offsets = np.cumsum([0, *map(len, walks)])
     mesh = pv.PolyData()
     mesh.points = surface.points
     cells = vtkCellArray()
@@ -103,6 +107,12 @@ def to_polydata(surface: Surface) -> Any:
         if output.GetNumberOfCells() == surface.num_cells:
             mesh.GetCellData().ShallowCopy(output.GetCellData())
     return mesh
+
+
+def _walk_around(corners: Array, kind: int) -> Array:
+    if kind == STRIP:
+        return np.concatenate([corners[:1], corners[1::2], corners[2::2][::-1]])
+    return np.concatenate([corners, corners[-2:0:-1]])
 
 
 def _numpy(array: Any) -> Array:

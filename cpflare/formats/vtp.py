@@ -9,7 +9,7 @@ from typing import Any
 from cpflare.errors import DataError
 from cpflare.formats import vtk_arrays, vtk_xml
 from cpflare.formats.surface import Surface
-from cpflare.formats.vtk_objects import Pick, run, to_surface
+from cpflare.formats.vtk_objects import Pick, run, to_polydata, to_surface
 
 _KINDS = {".vtp": "PolyData", ".vtu": "UnstructuredGrid"}
 
@@ -28,16 +28,35 @@ def read(path: Path, association: str, pick: Pick, *, whole: bool = False) -> Su
     names = list(dict.fromkeys(pick({k: header.names(k) for k in ("cell", "point")})))
     section = "CellData" if association == "cell" else "PointData"
     wanted = [a for n in names if (a := header.find(section, n)) is not None]
-    if not whole and vtk_arrays.can_decode(header, wanted):
-        return vtk_arrays.decode(header, wanted)
     if whole:
-        output = _read(path, lambda kind, name: True)
-        wanted = [a for a in header.arrays if a.section in ("CellData", "PointData") and a.dtype]
-    else:
-        output = _read(path, lambda kind, name: kind == association and name in names)
+        return _read_whole(path, header)
+    if vtk_arrays.can_decode(header, wanted):
+        return vtk_arrays.decode(header, wanted)
+    output = _read(path, lambda kind, name: kind == association and name in names)
     surface = to_surface(path, output, association, names)
     vtk_xml.check_ascii(header, wanted, len(surface.connectivity))
     _compare(path, header, surface, names, association)
+    return surface
+
+
+def _read_whole(path: Path, header: vtk_xml.XmlFile) -> Surface:
+    parts = ("CellData", "PointData")
+    cells, points = ([a for a in header.arrays if a.section == p and a.dtype] for p in parts)
+    try:
+        output = _read(path, lambda kind, name: True)
+    except DataError:
+        if not vtk_arrays.can_decode(header, cells + points):
+            raise
+        # VTK stumbles over base64 in lines, say, which is prepared.
+        surface = vtk_arrays.decode(header, cells)
+        mesh = to_polydata(surface)
+        mesh.cell_data.update(surface.arrays)
+        mesh.point_data.update(vtk_arrays.decode(header, points).arrays)
+        surface.output = mesh
+        return surface
+    surface = to_surface(path, output, "cell", [])
+    vtk_xml.check_ascii(header, cells + points, len(surface.connectivity))
+    _compare(path, header, surface, [], "cell")
     return surface
 
 
