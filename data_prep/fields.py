@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
@@ -118,6 +119,11 @@ class FieldMap:
         """From source to canonical axes."""
         return Axes.parse(self.axes)
 
+    @property
+    def rotation(self) -> NDArray[np.float64]:
+        """Matrix [3, 3] from source to canonical axes: entries 0, 1 and −1, determinant 1."""
+        return self.turn.matrix
+
     def source_field(self, name: str) -> SourceField:
         """How a field stands in the source; its names depend on the file."""
         source = self.fields[name]
@@ -167,7 +173,7 @@ def _check(found: FieldMap) -> None:
     require(bool(found.fields), "fields", found.fields, "given pressure, wall_shear or both")
     axes = list(found.axes)
     try:
-        mirrors = np.linalg.det(found.turn.matrix) < 0
+        mirrors = np.linalg.det(found.rotation) < 0
     except DataError:
         require(False, "axes", axes, "x, y and z once each, with signs, such as [x, -z, y]")
     require(not mirrors, "axes", axes, "a rotation; this is a mirror image, flip one sign")

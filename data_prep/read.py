@@ -130,7 +130,7 @@ def _canonical(
         position, area_vector = position * scale, area_vector * scale**2
         area = area if area is None else area * scale**2
     normal, size = unit_normals(area_vector, position, threads=threads)
-    offset = turn.matrix @ geometry.offset * scale + 0.0
+    offset = field_map.rotation @ geometry.offset * scale + 0.0
     position += offset
     area = size if area is None else area
     fields = {"position": position, "normal": normal, "area": area, "area_vector": area_vector}
@@ -193,7 +193,7 @@ def _winding(
 
 
 def _bounds(field_map: FieldMap, geometry: Geometry) -> list[list[float]]:
-    corners = field_map.turn.matrix @ geometry.bounds * field_map.length_scale  # [3, 2]
+    corners = field_map.rotation @ geometry.bounds * field_map.length_scale  # [3, 2]
     return [sorted((float(a) + 0.0, float(b) + 0.0)) for a, b in corners]
 
 

@@ -46,12 +46,15 @@ class PrepSummary:
         """Whether every case was prepared; the exit status follows it."""
         return not self.failed
 
-    def add(self, name: str, attrs: dict[str, Any]) -> None:
-        """Count a case that was written."""
+    def add(self, name: str, outcome: Outcome) -> None:
+        """Count a case that was written, or has failed."""
+        if isinstance(outcome, str):
+            self.failed[name] = outcome
+            return
         self.done.append(name)
-        self.cells += int(attrs["num_rows"])
-        if attrs["notices"]:
-            self.notices[name] = attrs["notices"]
+        self.cells += int(outcome["num_rows"])
+        if outcome["notices"]:
+            self.notices[name] = outcome["notices"]
 
 
 def find_cases(sources: Sequence[Path], field_map: FieldMap) -> dict[str, Path]:
@@ -149,10 +152,8 @@ def prepare(
         if todo or not (store / MARK).exists():
             writer.begin()
         for name, outcome in _convert_all(writer, todo, mapping, workers):
-            if isinstance(outcome, str):
-                summary.failed[name] = outcome
-            else:
-                summary.add(name, outcome)
+            summary.add(name, outcome)
+            if not isinstance(outcome, str):
                 whole[name] = outcome
         summary.done = natural_order(summary.done)
         if summary.failed and whole and not set(whole).intersection(chosen["train"]):

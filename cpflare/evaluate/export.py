@@ -57,8 +57,7 @@ def write_vtp(
     for kind, fields in (("prediction", predictions), ("truth", truth or {})):
         _check_rows(fields, num_rows, f"{source_path} ({association}s)", kind)
     used = _add_arrays(mesh, predictions, truth or {}, field_map, association, source_names)
-    _add_description(mesh, _describe(field_map, association, used))
-    _write_polydata(mesh, out_path)
+    _write_polydata(mesh, _describe(field_map, association, used), out_path)
     return out_path
 
 
@@ -93,18 +92,14 @@ def _add_arrays(
     return used
 
 
-def _add_description(mesh: Any, note: str) -> None:
+def _write_polydata(mesh: Any, note: str, out_path: Path) -> None:
     from vtkmodules.vtkCommonCore import vtkStringArray
+    from vtkmodules.vtkIOXML import vtkXMLPolyDataWriter
 
     text = vtkStringArray()
     text.SetName(DESCRIPTION)
     text.InsertNextValue(note)
     mesh.GetFieldData().AddArray(text)
-
-
-def _write_polydata(mesh: Any, out_path: Path) -> None:
-    from vtkmodules.vtkIOXML import vtkXMLPolyDataWriter
-
     with written_aside(out_path) as aside:
         writer = vtkXMLPolyDataWriter()
         writer.SetFileName(str(aside))
@@ -316,10 +311,13 @@ def export_predictions(
                 f"case '{points[0]}' is predicted on points, and NPZ chunks hold cells; export as "
                 "zarr instead"
             )
-        in_source = (
-            (case, _in_source_units(read_predictions(path, maps[case][0]), maps[case][0] or {}))
-            for case, path in files.items()
-        )
+
+        def in_source_units(case: str) -> dict[str, Array]:
+            known = maps[case][0] or {}
+            fields = read_predictions(files[case], known)
+            return {name: source_field(known, name).to_source(v) for name, v in fields.items()}
+
+        in_source = ((case, in_source_units(case)) for case in files)
         return write_npz_chunks(
             Path(out_dir) / "npz-chunks", in_source, max_chunk_bytes=max_chunk_bytes
         )
@@ -328,12 +326,6 @@ def export_predictions(
             target = Path(out_dir) / "vtp" / f"{case}.vtp"
             _npz_to_vtp(case, path, target, maps[case], source)
     return Path(out_dir)
-
-
-def _in_source_units(fields: Mapping[str, Array], field_map: Mapping[str, Any]) -> dict[str, Array]:
-    return {
-        name: source_field(field_map, name).to_source(values) for name, values in fields.items()
-    }
 
 
 def _npz_to_vtp(
@@ -349,11 +341,5 @@ def _npz_to_vtp(
         truth = {
             name.removesuffix("_true"): file[name] for name in file.files if name.endswith("_true")
         }
-    write_vtp(
-        find_source(source, case),
-        target,
-        read_predictions(path),
-        truth or None,
-        known[0] or {},
-        known[1] or "",
-    )
+    mesh, fields = find_source(source, case), read_predictions(path)
+    write_vtp(mesh, target, fields, truth or None, known[0] or {}, known[1] or "")

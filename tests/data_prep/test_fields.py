@@ -42,8 +42,8 @@ def test_drivaerml_states_what_the_release_states():
 
 def test_axes_give_canonical_components():
     mapping = FieldMap.from_dict({**MINIMAL, "axes": ["x", "-z", "y"]})
-    np.testing.assert_array_equal(mapping.turn.matrix @ [1, 2, 3], [1, -3, 2])
-    assert np.linalg.det(mapping.turn.matrix) == pytest.approx(1.0)
+    np.testing.assert_array_equal(mapping.rotation @ [1, 2, 3], [1, -3, 2])
+    assert np.linalg.det(mapping.rotation) == pytest.approx(1.0)
 
 
 def test_a_map_is_read_from_a_file_and_called_by_it(tmp_path):
