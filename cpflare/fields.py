@@ -128,11 +128,9 @@ class SourceField:
         `difference` leaves the offset out: it cancels in an error.
         """
         offset = 0.0 if difference else self.offset
-        if self.field.kind == "vector":
-            values = self.axes.to_source(values)
-        if (self.scale, offset) == (1.0, 0.0):
-            return values
-        return ((values.astype(np.float64) - offset) / self.scale).astype(values.dtype)
+        if (self.scale, offset) != (1.0, 0.0):
+            values = ((values.astype(np.float64) - offset) / self.scale).astype(values.dtype)
+        return self.axes.to_source(values) if self.field.kind == "vector" else values
 
 
 def pick_names(
