@@ -37,12 +37,12 @@ def choose(path: Path, field_map: FieldMap, target: str, present: dict[str, list
         names = (other.stem,) if other.suffix == ".npy" else source.names or source.components
         return Wanted(target, source, names, other)
     asked = field_map.association
-    names = _pick(source, present[asked])
+    names = pick_names(source.names, source.components, present[asked])
     if names:
         return Wanted(target, source, names, None)
     needed = " or ".join(source.names) or " + ".join(source.components)
     elsewhere = "point" if asked == "cell" else "cell"
-    if found := _pick(source, present[elsewhere]):
+    if found := pick_names(source.names, source.components, present[elsewhere]):
         raise DataError(
             f"{path}: field {target} ({', '.join(found)}) is {elsewhere} data, the map "
             f"{field_map.name} asks for {asked} data; set association: {elsewhere} in the map"
@@ -52,10 +52,6 @@ def choose(path: Path, field_map: FieldMap, target: str, present: dict[str, list
         f"{path}: field {target} is missing: no {asked} array {needed} (it has {has}); name it "
         f"under fields.{target} in the map"
     )
-
-
-def _pick(source: FieldSource, present: list[str]) -> tuple[str, ...]:
-    return pick_names(source.names, source.components, present)
 
 
 def _other_file(path: Path, target: str, source: FieldSource) -> Path:

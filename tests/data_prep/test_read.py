@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from cpflare.formats import vtk_arrays, vtk_xml
 from data_prep.fields import FieldMap, load_field_map
 from data_prep.read import load_case, read_surface
 from support.paths import REAL
-from support.surfaces import ENCODINGS, cube, expect, tube, write_xml
+from support.surfaces import ENCODINGS, cube, expect, tube, wrap_base64, write_xml
 
 DRIVAERML = load_field_map("drivaerml")
 real = pytest.mark.skipif(not REAL.is_dir(), reason="the shared real files are absent")
@@ -54,16 +53,7 @@ def test_legacy_files(tmp_path, binary, grid):
 def test_inline_base64_may_be_wrapped_in_lines_and_its_header_padded_apart(tmp_path):
     mesh = tube(9, 7)
     path = mesh.write(tmp_path / "a.vtp", **ENCODINGS["inline-u64"])
-    lines = []
-    for line in path.read_bytes().split(b"\n"):
-        text = line.strip()
-        if len(text) > 30 and b"<" not in text:
-            raw = base64.b64decode(text)
-            text = base64.b64encode(raw[:8]) + base64.b64encode(raw[8:])
-            lines += [text[i : i + 61] for i in range(0, len(text), 61)]
-        else:
-            lines.append(line)
-    path.write_bytes(b"\n".join(lines))
+    wrap_base64(path)
     assert vtk_arrays.can_decode(vtk_xml.scan(path), [])
     expect(load_case(path, DRIVAERML), mesh)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import struct
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from cpflare.formats.files import read_whole
 from data_prep.fields import load_field_map
 from data_prep.read import load_case
 from support.paths import REAL
-from support.surfaces import ENCODINGS, cube, tube, write_xml
+from support.surfaces import ENCODINGS, cube, tube, wrap_base64, write_xml
 
 DRIVAERML = load_field_map("drivaerml")
 NAMES = ("pMeanTrim", "wallShearStressMeanTrim")
@@ -191,16 +190,7 @@ def test_several_pieces(tmp_path):
 
 def test_base64_in_lines_with_a_header_apart(tmp_path):
     path = tube(9, 7).write(tmp_path / "a.vtp", **ENCODINGS["inline-u64"])
-    lines = []
-    for line in path.read_bytes().split(b"\n"):
-        text = line.strip()
-        if len(text) > 30 and b"<" not in text:
-            raw = base64.b64decode(text)
-            text = base64.b64encode(raw[:8]) + base64.b64encode(raw[8:])
-            lines += [text[i : i + 61] for i in range(0, len(text), 61)]
-        else:
-            lines.append(line)
-    path.write_bytes(b"\n".join(lines))
+    wrap_base64(path)
     check(path, tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,20 @@ def write_xml(
     writer.SetEncodeAppendedData(encode)
     assert writer.Write() == 1
     return path
+
+
+def wrap_base64(path: Path) -> None:
+    """Break inline base64 with 64-bit headers in lines, and pad its headers apart."""
+    lines = []
+    for line in path.read_bytes().split(b"\n"):
+        text = line.strip()
+        if len(text) > 30 and b"<" not in text:
+            raw = base64.b64decode(text)
+            text = base64.b64encode(raw[:8]) + base64.b64encode(raw[8:])
+            lines += [text[i : i + 61] for i in range(0, len(text), 61)]
+        else:
+            lines.append(line)
+    path.write_bytes(b"\n".join(lines))
 
 
 @dataclass
