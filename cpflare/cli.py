@@ -154,7 +154,7 @@ def convert(
 
     from cpflare.data.store import Store
     from cpflare.log import show_progress
-    from data_prep.formats.layouts import write
+    from data_prep.layouts import write
 
     opened = Store.open(store)
     names = case or opened.cases

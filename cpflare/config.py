@@ -18,13 +18,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Lt
 
 from cpflare.errors import ConfigError
+from cpflare.fields import INPUT_FIELDS, TARGET_FIELDS, channels_of
 from cpflare.schema import Count, Finite, Number, Positive, Section, Switch, Whole, build
-
-FIELD_CHANNELS: dict[str, int] = {"position": 3, "normal": 3, "pressure": 1, "wall_shear": 3}
-"""Channels of each canonical field that a model may read or predict."""
-
-INPUT_FIELDS = ("position", "normal")
-TARGET_FIELDS = ("pressure", "wall_shear")
 
 
 @dataclass(frozen=True)
@@ -162,11 +157,11 @@ class Config(Section):
 
     @property
     def input_channels(self) -> int:
-        return sum(FIELD_CHANNELS[name] for name in self.data.inputs)
+        return channels_of(self.data.inputs)
 
     @property
     def target_channels(self) -> int:
-        return sum(FIELD_CHANNELS[name] for name in self.data.targets)
+        return channels_of(self.data.targets)
 
 
 def load_config(source: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:

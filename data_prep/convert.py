@@ -9,10 +9,11 @@ from typing import Any
 
 from cpflare.data.store_writer import StoreWriter
 from cpflare.errors import DataError
+from data_prep import layouts
 from data_prep.fields import FieldMap
-from data_prep.formats import layouts as interchange
 from data_prep.parameters import read_parameters
 from data_prep.read import file_checksum, load_case
+from data_prep.rows import load_rows
 
 Outcome = dict[str, Any] | str  # a case's attributes, or why it failed
 
@@ -24,8 +25,8 @@ def convert_case(
     try:
         with ThreadPoolExecutor(1) as pool:
             checksum = pool.submit(source_checksum, path)
-            if interchange.is_layout(path):
-                case = interchange.load(path, field_map)
+            if layouts.is_layout(path):
+                case = load_rows(path, field_map)
             else:
                 case = load_case(path, field_map, threads=threads)
             attrs = {**case.attrs, "source": str(path.absolute())}
@@ -47,7 +48,7 @@ def convert_case(
 
 def source_checksum(path: Path) -> str:
     """SHA-256 of a file; of a source of several files, of their checksums."""
-    files = interchange.parts(path)
+    files = layouts.parts(path)
     if len(files) == 1:
         return file_checksum(files[0])
     return hashlib.sha256(" ".join(file_checksum(f) for f in files).encode()).hexdigest()
@@ -55,4 +56,4 @@ def source_checksum(path: Path) -> str:
 
 def source_size(path: Path) -> int:
     """Bytes of all files of a source."""
-    return sum(p.stat().st_size for p in interchange.parts(path))
+    return sum(p.stat().st_size for p in layouts.parts(path))

@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
-from cpflare.errors import ConfigError
-
-CHANNELS = {"pressure": 1, "wall_shear": 3}  # canonical targets
-SIGNS = (-1, 1, "unknown")
-WINDINGS = ("inward", "outward", "unknown")
+from cpflare.errors import ConfigError, DataError
+from cpflare.fields import FIELDS, TARGET_FIELDS, Axes, SourceField
 
 
-@dataclass(frozen=True)
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else () if value is None else value
+
+
+def _no_truth(value: Any) -> Any:
+    return None if isinstance(value, bool) else value  # True would pass for 1
+
+
+# What a refusal says after "it must be" is a key's description.
+_CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
+_Number = Annotated[float, Strict()]
+_Names = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_listed),
+    Field(description="a name or a list of names"),
+]
+_Text = Annotated[str, Field(coerce_numbers_to_str=True)]
+_Constant = Annotated[
+    _Number | None, Field(gt=0, description="a positive number, or null where it is unknown")
+]
+_Rows = Annotated[tuple[tuple[int, int | None], ...], BeforeValidator(_listed)]
+_Empty = BeforeValidator(lambda value: {} if value is None else value)
+
+
+@dataclass(frozen=True, config=_CHECKED)
 class FieldSource:
     """Where one canonical field comes from: canonical = axes(source) * scale + offset.
 
@@ -32,27 +54,29 @@ class FieldSource:
     rows than the mesh.
     """
 
-    names: tuple[str, ...] = ()
-    components: tuple[str, ...] = ()
-    scale: float = 1.0
-    offset: float = 0.0
-    file: tuple[str, ...] = ()
-    match: str = "order"
-    rows: tuple[tuple[int, int | None], ...] = ()
+    names: _Names = ()
+    components: _Names = ()
+    scale: _Number = Field(default=1.0, description="a number different from 0")
+    offset: _Number = Field(default=0.0, description="a number")
+    file: _Names = ()
+    match: Literal["order", "nearest"] = Field(default="order", description="order or nearest")
+    rows: _Rows = Field(default=(), description="a list of [start, stop]")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CHECKED)
 class Reference:
     """Constants that turn forces into coefficients; None where the data set does not fix one."""
 
-    speed: float | None = None  # m/s
-    rho: float | None = None  # kg/m³, 1 for kinematic pressures
-    area: float | None = None  # m²
-    length: float | None = None  # m
-    centre: tuple[float, float, float] | None = None  # m
+    speed: _Constant = None  # m/s
+    rho: _Constant = None  # kg/m³, 1 for kinematic pressures
+    area: _Constant = None  # m²
+    length: _Constant = None  # m
+    centre: Annotated[
+        tuple[_Number, _Number, _Number] | None, Field(description="three numbers")
+    ] = None  # m
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CHECKED)
 class FieldMap:
     """How a data set stores its surfaces.
 
@@ -63,19 +87,27 @@ class FieldMap:
     `parameters` are patterns of a table beside the file with one row of the case's parameters.
     """
 
-    name: str
-    association: str
-    fields: dict[str, FieldSource]
-    shear_sign: int | str = "unknown"
-    winding: str = "unknown"
-    axes: tuple[str, str, str] = ("x", "y", "z")
-    reference: Reference = field(default_factory=Reference)
-    store_as: str | None = None
-    length_scale: float = 1.0
-    units: dict[str, str] = field(default_factory=dict)
-    files: tuple[str, ...] = ("*.vtp", "*.vtu", "*.vtk")
-    case_name: str = "stem"
-    parameters: tuple[str, ...] = ()
+    name: _Text = Field(description="a text")
+    association: Literal["cell", "point"] = Field(description="cell or point")
+    fields: dict[_Text, FieldSource] = Field(description="keys and values")
+    shear_sign: Annotated[Literal[-1, 1, "unknown"], BeforeValidator(_no_truth)] = Field(
+        default="unknown", description="-1 (minus the traction), 1 or unknown"
+    )
+    winding: Literal["inward", "outward", "unknown"] = Field(
+        default="unknown", description="inward, outward or unknown"
+    )
+    axes: _Names = ("x", "y", "z")
+    reference: Annotated[Reference, _Empty] = Field(
+        default=Reference(), description="keys and values"
+    )
+    store_as: Literal["cell"] | None = Field(
+        default=None, description="the association, or cell (cell data stays on cells)"
+    )
+    length_scale: _Number = Field(default=1.0, gt=0, description="a positive number")
+    units: Annotated[dict[str, _Text], _Empty] = Field(default={}, description="texts by name")
+    files: _Names = ("*.vtp", "*.vtu", "*.vtk")
+    case_name: Literal["stem", "parent"] = Field(default="stem", description="stem or parent")
+    parameters: _Names = ()
 
     @property
     def stored_association(self) -> str:
@@ -83,22 +115,23 @@ class FieldMap:
         return self.store_as or self.association
 
     @property
+    def turn(self) -> Axes:
+        """From source to canonical axes."""
+        return Axes.parse(self.axes)
+
+    @property
     def rotation(self) -> NDArray[np.float64]:
         """Matrix [3, 3] from source to canonical axes: entries 0, 1 and −1, determinant 1."""
-        matrix = np.zeros((3, 3))
-        for row, axis in enumerate(self.axes):
-            matrix[row, "xyz".index(axis[-1])] = -1.0 if axis.startswith("-") else 1.0
-        return matrix
+        return self.turn.matrix
+
+    def source_field(self, name: str) -> SourceField:
+        """How a field stands in the source; its names depend on the file."""
+        source = self.fields[name]
+        return SourceField(FIELDS[name], (), source.scale, source.offset, self.turn)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and YAML."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {k: plain(v) for k, v in value.items()}
-            return [plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-        out: dict[str, Any] = plain(asdict(self))
+        out: dict[str, Any] = _MAP.dump_python(self, mode="json")
         return out
 
     @classmethod
@@ -107,7 +140,63 @@ class FieldMap:
 
         Raises: ConfigError that names the map, the key, its value and the choices.
         """
-        return _parse(dict(data))
+        values = {"name": "map", **data}
+        if values.get("store_as") == values.get("association"):
+            values.pop("store_as", None)
+        try:
+            found = _MAP.validate_python(values)
+        except ValidationError as error:
+            raise _refusal(values, error) from None
+        _check(found)
+        return found
+
+
+_MAP = TypeAdapter(FieldMap)
+
+
+def _check(found: FieldMap) -> None:
+    """Refuse what single keys cannot tell."""
+
+    def require(holds: bool, key: str, value: Any, need: str) -> None:
+        if not holds:
+            raise ConfigError(f"field map {found.name}: {key}={value}; it must be {need}")
+
+    for target, source in found.fields.items():
+        key, channels = f"fields.{target}", FIELDS[target].channels if target in FIELDS else 0
+        require(target in TARGET_FIELDS, "fields", target, f"one of {', '.join(TARGET_FIELDS)}")
+        parts = list(source.components)
+        require(len(parts) in (0, channels), f"{key}.components", parts, f"{channels} names")
+        given = parts or source.names or any(file.endswith(".npy") for file in source.file)
+        stated = {"file": list(source.file)} if source.file else {}
+        require(bool(given), key, stated, "given `names`, `components` or a .npy `file`")
+        require(source.scale != 0, f"{key}.scale", source.scale, "different from 0")
+    require(bool(found.fields), "fields", found.fields, "given pressure, wall_shear or both")
+    axes = list(found.axes)
+    try:
+        mirrors = np.linalg.det(found.rotation) < 0
+    except DataError:
+        require(False, "axes", axes, "x, y and z once each, with signs, such as [x, -z, y]")
+    require(not mirrors, "axes", axes, "a rotation; this is a mirror image, flip one sign")
+
+
+def _refusal(data: Mapping[str, Any], error: ValidationError) -> ConfigError:
+    """One line for the first error; an unknown key comes before what it leaves out."""
+    errors = error.errors(include_url=False)
+    unknown = [e for e in errors if e["type"] == "unexpected_keyword_argument"]
+    path = [str(part) for part in (unknown or errors)[0]["loc"]]
+    nested: dict[str, tuple[Any, int]] = {"fields": (FieldSource, 3), "reference": (Reference, 2)}
+    kind, depth = nested.get(path[0] if len(path) > 1 else "", (FieldMap, 1))
+    *above, last = path[:depth]
+    known = {key: info.description for key, info in kind.__pydantic_fields__.items()}
+    label = f"field map {data['name']}: "
+    if unknown:
+        near = ".".join([*above, *difflib.get_close_matches(last, known, 1, 0)])
+        return ConfigError(f"{label}unknown key {'.'.join([*above, last])}; did you mean {near}?")
+    value: Any = data
+    for part in (*above, last):
+        value = value.get(part) if isinstance(value, Mapping) else value
+    need = known.get(last) or "a mapping with names or components"
+    return ConfigError(f"{label}{'.'.join([*above, last])}={value}; it must be {need}")
 
 
 def load_field_map(name_or_path: str | Path) -> FieldMap:
@@ -147,111 +236,3 @@ def known_maps() -> dict[str, Path]:
     tree = Path(__file__).parent.parent / "configs" / "datasets"
     folder = tree if tree.is_dir() else Path(str(resources.files("cpflare.configs.datasets")))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-
-
-def _parse(data: dict[str, Any]) -> FieldMap:
-    name = str(data.get("name", "map"))
-
-    def refuse(key: str, value: Any, need: str) -> ConfigError:
-        return ConfigError(f"field map {name}: {key}={value}; it must be {need}")
-
-    def known(what: str, given: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
-        for key in given:
-            if key not in allowed:
-                near = difflib.get_close_matches(str(key), allowed, 1, 0)[0]
-                raise ConfigError(
-                    f"field map {name}: unknown key {what}{key}; did you mean {what}{near}?"
-                )
-
-    def number(key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-            raise refuse(key, value, "a number")
-        return float(value)
-
-    def names(key: str, value: Any) -> tuple[str, ...]:
-        listed = [value] if isinstance(value, str) else value
-        if not isinstance(listed, list | tuple) or not all(isinstance(v, str) for v in listed):
-            raise refuse(key, value, "a name or a list of names")
-        return tuple(listed)
-
-    known("", data, tuple(FieldMap.__dataclass_fields__))
-    association = data.get("association")
-    if association not in ("cell", "point"):
-        raise refuse("association", association, "cell or point")
-    store_as = data.get("store_as")
-    if store_as not in (None, association, "cell"):
-        raise refuse("store_as", store_as, f"{association} or cell (cell data stays on cells)")
-    axes = names("axes", data.get("axes", ["x", "y", "z"]))
-    if sorted(a.lstrip("+-") for a in axes) != ["x", "y", "z"]:
-        raise refuse("axes", list(axes), "x, y and z once each, with signs, such as [x, -z, y]")
-    if (winding := data.get("winding", "unknown")) not in WINDINGS:
-        raise refuse("winding", winding, "inward, outward or unknown")
-    if (shear_sign := data.get("shear_sign", "unknown")) not in SIGNS or shear_sign is True:
-        raise refuse("shear_sign", shear_sign, "-1 (minus the traction), 1 or unknown")
-    if (case_name := data.get("case_name", "stem")) not in ("stem", "parent"):
-        raise refuse("case_name", case_name, "stem or parent")
-    length_scale = number("length_scale", data.get("length_scale", 1.0))
-    if length_scale <= 0:
-        raise refuse("length_scale", length_scale, "positive")
-
-    sources: dict[str, FieldSource] = {}
-    for target, entry in (data.get("fields") or {}).items():
-        key = f"fields.{target}"
-        if target not in CHANNELS:
-            raise refuse("fields", target, f"one of {', '.join(CHANNELS)}")
-        if not isinstance(entry, Mapping):
-            raise refuse(key, entry, "a mapping with names or components")
-        known(f"{key}.", entry, tuple(FieldSource.__dataclass_fields__))
-        parts = names(f"{key}.components", entry.get("components") or [])
-        aliases = names(f"{key}.names", entry.get("names") or [])
-        if parts and len(parts) != CHANNELS[target]:
-            raise refuse(f"{key}.components", list(parts), f"{CHANNELS[target]} names")
-        files = names(f"{key}.file", entry.get("file") or [])
-        if not parts and not aliases and not any(f.endswith(".npy") for f in files):
-            raise refuse(key, dict(entry), "given `names`, `components` or a .npy `file`")
-        if (match := entry.get("match", "order")) not in ("order", "nearest"):
-            raise refuse(f"{key}.match", match, "order or nearest")
-        scale = number(f"{key}.scale", entry.get("scale", 1.0))
-        if scale == 0:
-            raise refuse(f"{key}.scale", scale, "different from 0")
-        offset = number(f"{key}.offset", entry.get("offset", 0.0))
-        rows = tuple((int(a), None if b is None else int(b)) for a, b in entry.get("rows") or [])
-        sources[target] = FieldSource(aliases, parts, scale, offset, files, match, rows)
-    if not sources:
-        raise refuse("fields", data.get("fields"), "given pressure, wall_shear or both")
-
-    given = data.get("reference") or {}
-    if not isinstance(given, Mapping):
-        raise refuse("reference", given, "keys and values")
-    known("reference.", given, tuple(Reference.__dataclass_fields__))
-    constants: dict[str, Any] = {}
-    for constant, value in given.items():
-        key = f"reference.{constant}"
-        if value is None:
-            continue
-        if constant == "centre":
-            if not isinstance(value, list | tuple) or len(value) != 3:
-                raise refuse(key, value, "three numbers")
-            constants[constant] = tuple(number(key, v) for v in value)
-        elif (positive := number(key, value)) <= 0:
-            raise refuse(key, value, "positive, or null where it is unknown")
-        else:
-            constants[constant] = positive
-    result = FieldMap(
-        name=name,
-        association=association,
-        fields=sources,
-        shear_sign=shear_sign,
-        winding=winding,
-        axes=(axes[0], axes[1], axes[2]),
-        reference=Reference(**constants),
-        store_as=None if store_as == association else store_as,
-        length_scale=length_scale,
-        units={str(k): str(v) for k, v in (data.get("units") or {}).items()},
-        files=names("files", data.get("files", ["*.vtp", "*.vtu", "*.vtk"])),
-        case_name=case_name,
-        parameters=names("parameters", data.get("parameters") or []),
-    )
-    if np.linalg.det(result.rotation) < 0:
-        raise refuse("axes", list(axes), "a rotation; this is a mirror image, flip one sign")
-    return result

@@ -8,84 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpflare.errors import DataError
+from cpflare.formats.surface import POLYGON, STRIP, VERTEX, Surface
 
 Array = NDArray[Any]
 Float64 = NDArray[np.float64]
 
-# What a cell is: only polygons and strips have an area.
-VERTEX, POLYGON, STRIP = 0, 1, 2
 BLOCK = 32_768  # cells
 DEGENERATE = 1e-14  # area over the square of the largest distance from the first corner
 CLOSED = 1e-9  # |Σ A| over Σ |A|; shared corners make the sum of a closed surface vanish exactly
-
-
-@dataclass
-class Surface:
-    """A surface mesh as its file has it: any cells, in the file's order, and the arrays asked for.
-
-    PolyData's order is vertices, lines, polygons, strips.
-    """
-
-    points: Array  # [P, 3] float32 or float64
-    connectivity: Array  # [sum of corners] integer
-    offsets: Array  # [N + 1] integer: cell i has connectivity[offsets[i] : offsets[i + 1]]
-    kinds: NDArray[np.uint8] | None = None  # [N] VERTEX, POLYGON or STRIP; None: all polygons
-    arrays: dict[str, Array] = field(default_factory=dict)  # by the source's names
-
-    @property
-    def num_cells(self) -> int:
-        """Cells of all kinds."""
-        return len(self.offsets) - 1
-
-    @property
-    def num_points(self) -> int:
-        """Points, those that no cell uses among them."""
-        return len(self.points)
-
-    def check(self, where: str) -> None:
-        """Refuse a mesh that cannot be computed with.
-
-        Raises: DataError for no cells, no polygons, corners that do not exist, or points that are
-            not finite.
-        """
-        if self.num_cells == 0:
-            raise DataError(
-                f"{where} has no cells (it has {self.num_points} points); give a surface mesh"
-            )
-        if self.kinds is not None and not (self.kinds != VERTEX).any():
-            raise DataError(
-                f"{where} has no polygons (only {self.num_cells} vertices or lines); give a surface"
-            )
-        if self.offsets[0] != 0 or self.offsets[-1] != len(self.connectivity):
-            raise DataError(
-                f"{where}: offsets run from {self.offsets[0]} to {self.offsets[-1]}, connectivity "
-                f"has {len(self.connectivity)} entries; the file is damaged"
-            )
-        for start in range(0, self.num_cells, 8 * BLOCK):
-            steps = np.diff(self.offsets[start : start + 8 * BLOCK + 1])
-            if (steps < 0).any():
-                cell = start + int(np.argmax(steps < 0))
-                raise DataError(f"{where}: offsets decrease at cell {cell}; the file is damaged")
-        low, high = int(self.connectivity.min()), int(self.connectivity.max())
-        if low < 0 or high >= self.num_points:
-            raise DataError(
-                f"{where}: connectivity names points {low} to {high}, the file has "
-                f"{self.num_points}; it is damaged"
-            )
-        for start in range(0, self.num_points, 8 * BLOCK):
-            good = np.isfinite(self.points[start : start + 8 * BLOCK])
-            if not good.all():
-                point = start + int(np.argmin(good.all(axis=1)))
-                raise DataError(
-                    f"{where}: point {point} is {self.points[point]}; coordinates must be finite"
-                )
 
 
 @dataclass

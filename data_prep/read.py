@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpflare.errors import DataError
+from cpflare.formats.files import WITHOUT_FIELDS, read_mesh
+from cpflare.formats.surface import Surface
+from cpflare.formats.vtk_objects import Present
 from data_prep import targets
+from data_prep.case import CaseData, shear_sign_of
 from data_prep.fields import FieldMap
-from data_prep.formats import ply, vtk_arrays, vtk_files, vtk_xml
 from data_prep.geometry import (
     Geometry,
-    Surface,
     average_to_cells,
     dual_areas,
     edge_report,
@@ -26,28 +28,7 @@ from data_prep.geometry import (
 
 Array = NDArray[Any]
 
-SUFFIXES = (".vtp", ".vtu", ".vtk", ".ply", ".stl", ".obj")
-WITHOUT_FIELDS = (".ply", ".stl", ".obj")
 _OPEN_VOLUME = 0.01  # share of the bounding box: below it an open surface's winding is a guess
-
-
-@dataclass
-class CaseData:
-    """One surface in canonical fields and source order.
-
-    `fields`: position [N, 3] float64 absolute, normal [N, 3] float32 unit outward, area [N] and
-    area_vector [N, 3] float64 outward, and the targets in the store's units.
-    """
-
-    fields: dict[str, Array]
-    association: str  # what a row is: cell or point
-    offset: NDArray[np.float64]  # [3] centre of the bounding box of the points
-    attrs: dict[str, Any]
-
-    @property
-    def num_rows(self) -> int:
-        """Cells or points."""
-        return len(self.fields["position"])
 
 
 def read_surface(path: str | Path, field_map: FieldMap | None = None) -> Surface:
@@ -64,65 +45,21 @@ def read_surface(path: str | Path, field_map: FieldMap | None = None) -> Surface
 def _read(
     path: Path, association: str, field_map: FieldMap | None
 ) -> tuple[Surface, list[targets.Wanted]]:
-    """The mesh with its wanted arrays, checked against the file's header."""
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise DataError(f"{path} is of an unknown kind; give one of {', '.join(SUFFIXES)}")
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; give an existing file")
-    asked = list(field_map.fields) if field_map is not None else []
+    """The mesh with the arrays that the map wants."""
+    if field_map is not None and path.suffix.lower() in WITHOUT_FIELDS and path.is_file():
+        raise DataError(
+            f"{path} has no fields (a {path.suffix.lower()} file holds geometry alone); give VTP, "
+            "VTU or VTK"
+        )
+    chosen: list[targets.Wanted] = []
 
-    def choose(present: dict[str, list[str]]) -> list[targets.Wanted]:
-        assert field_map is not None or not asked
-        return [targets.choose(path, field_map, t, present) for t in asked] if field_map else []
+    def pick(present: Present) -> list[str]:
+        for target in field_map.fields if field_map is not None else ():
+            assert field_map is not None
+            chosen.append(targets.choose(path, field_map, target, present))
+        return [name for wanted in chosen if wanted.file is None for name in wanted.names]
 
-    if suffix in (".vtp", ".vtu"):
-        header = vtk_xml.scan(path)
-        expected = {".vtp": "PolyData", ".vtu": "UnstructuredGrid"}[suffix]
-        if header.kind != expected:
-            raise DataError(f"{path} holds {header.kind}, a {suffix} file must hold {expected}")
-        chosen = choose({k: header.names(k) for k in ("cell", "point")})
-        names = list(dict.fromkeys(n for w in chosen if w.file is None for n in w.names))
-        section = "CellData" if association == "cell" else "PointData"
-        wanted = [a for n in names if (a := header.find(section, n)) is not None]
-        if vtk_arrays.can_decode(header, wanted):
-            surface = vtk_arrays.decode(header, wanted)
-        else:
-            surface = vtk_files.read(path, association, lambda present: names)
-            vtk_xml.check_ascii(header, wanted, len(surface.connectivity))
-            _compare(path, header, surface, names, association)
-    else:
-        if suffix in WITHOUT_FIELDS and asked:
-            raise DataError(
-                f"{path} has no fields (a {suffix} file holds geometry alone); give VTP, VTU or VTK"
-            )
-        chosen = []
-
-        def pick(present: dict[str, list[str]]) -> list[str]:
-            chosen.extend(choose(present))
-            return [n for w in chosen if w.file is None for n in w.names]
-
-        if suffix == ".ply":
-            surface = ply.read_ply(path)
-        else:
-            surface = vtk_files.read(path, association, pick)
-    return surface, chosen
-
-
-def _compare(
-    path: Path, header: vtk_xml.XmlFile, surface: Surface, names: list[str], association: str
-) -> None:
-    """VTK reads past some damage with a warning at most: hold its output against the header."""
-    num = {"cell": header.num_cells, "point": header.count("Points")}
-    for what, found, need in (
-        ("points", surface.num_points, num["point"]),
-        ("cells", surface.num_cells, num["cell"]),
-        *((f"values of {n}", len(surface.arrays.get(n, ())), num[association]) for n in names),
-    ):
-        if found != need:
-            raise DataError(
-                f"{path} has {found} {what}, its header says {need}; the file is damaged"
-            )
+    return read_mesh(path, association, pick), chosen
 
 
 def load_case(
@@ -145,51 +82,30 @@ def load_case(
         notices.append(f"{geometry.num_degenerate} degenerate polygons have the weight 0")
 
     values = {w.target: _target(path, field_map, w, mesh) for w in chosen}
-    source_names = {w.target: list(w.names) for w in chosen}
-    others = {w.target: str(w.file) for w in chosen if w.file is not None}
     association = field_map.stored_association
     if association != field_map.association:
         values = {name: average_to_cells(mesh, v) for name, v in values.items()}
-
-    if association == "cell":
-        mesh = Surface(mesh.points[:0], mesh.connectivity[:0], mesh.offsets[:1])  # frees the rest
-        position, area_vector = geometry.centre, geometry.area_vector
-        area = None
-    else:
-        area_vector, area = dual_areas(mesh, geometry.area_vector)
+    area_vector, area, position = geometry.area_vector, None, geometry.centre
+    if association == "point":
+        area_vector, area = dual_areas(mesh, area_vector)
         position = mesh.points.astype(np.float64) - geometry.offset
+    del mesh  # what follows needs the room
     if outward < 0:
         np.negative(area_vector, out=area_vector)
-    if field_map.axes != ("x", "y", "z"):
-        position = targets.rotate(position, field_map)
-        area_vector = targets.rotate(area_vector, field_map)
-    scale = field_map.length_scale
-    if scale != 1.0:
-        position, area_vector = position * scale, area_vector * scale**2
-        area = area if area is None else area * scale**2
-    normal, size = unit_normals(area_vector, position, threads=threads)
-    area = size if area is None else area
-    offset = field_map.rotation @ geometry.offset * scale + 0.0
-    position += offset
-    fields: dict[str, Array] = {
-        "position": position,
-        "normal": normal,
-        "area": area,
-        "area_vector": area_vector,
-        **values,
-    }
+    fields, offset = _canonical(field_map, geometry, position, area_vector, area, threads)
+    fields |= values
     attrs = {
         "source": str(path),
         "source_size": path.stat().st_size,
         "source_association": field_map.association,
-        "source_names": source_names,
-        "source_files": others,
+        "source_names": {w.target: list(w.names) for w in chosen},
+        "source_files": {w.target: str(w.file) for w in chosen if w.file is not None},
         "shear_sign": shear_sign_of(field_map, fields, notices),
         "winding": winding,
         "axes": list(field_map.axes),
-        "length_scale": scale,
+        "length_scale": field_map.length_scale,
         "units": dict(field_map.units),
-        "reference": _plain(asdict(field_map.reference)),
+        "reference": field_map.to_dict()["reference"],
         "bounds": _bounds(field_map, geometry),
         "closed": geometry.closed,
         "closed_residual": geometry.residual,
@@ -197,6 +113,28 @@ def load_case(
         "notices": notices,
     }
     return CaseData(fields, association, offset, attrs)
+
+
+def _canonical(
+    field_map: FieldMap,
+    geometry: Geometry,
+    position: Array,
+    area_vector: Array,
+    area: Array | None,
+    threads: int,
+) -> tuple[dict[str, Array], NDArray[np.float64]]:
+    """Rows' geometry in canonical axes and metres, and the offset; `position` is relative to it."""
+    turn, scale = field_map.turn, field_map.length_scale
+    position, area_vector = turn.to_canonical(position), turn.to_canonical(area_vector)
+    if scale != 1.0:
+        position, area_vector = position * scale, area_vector * scale**2
+        area = area if area is None else area * scale**2
+    normal, size = unit_normals(area_vector, position, threads=threads)
+    offset = field_map.rotation @ geometry.offset * scale + 0.0
+    position += offset
+    area = size if area is None else area
+    fields = {"position": position, "normal": normal, "area": area, "area_vector": area_vector}
+    return fields, offset
 
 
 def _target(path: Path, field_map: FieldMap, wanted: targets.Wanted, mesh: Surface) -> Array:
@@ -254,30 +192,9 @@ def _winding(
     return (1 if name == "outward" else -1), name
 
 
-def shear_sign_of(field_map: FieldMap, fields: dict[str, Array], notices: list[str]) -> int | None:
-    """The map's sign, or the one that makes friction pull downstream (+x)."""
-    if "wall_shear" not in fields and field_map.shear_sign == "unknown":
-        return None
-    if field_map.shear_sign != "unknown":
-        return int(field_map.shear_sign)
-    if "area" not in fields:
-        notices.append("shear sign unknown: without areas it cannot be measured")
-        return None
-    along = fields["wall_shear"][:, 0].astype(np.float64)
-    total, size = float(along @ fields["area"]), float(np.abs(along) @ fields["area"])
-    sign = 1 if total >= 0 else -1
-    doubt = "" if size > 0 and abs(total) > 0.1 * size else ", which is a guess"
-    notices.append(f"shear sign measured from the friction along x: {sign:+d}{doubt}")
-    return sign
-
-
 def _bounds(field_map: FieldMap, geometry: Geometry) -> list[list[float]]:
     corners = field_map.rotation @ geometry.bounds * field_map.length_scale  # [3, 2]
     return [sorted((float(a) + 0.0, float(b) + 0.0)) for a, b in corners]
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 def file_checksum(path: str | Path) -> str:

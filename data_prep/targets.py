@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpflare.errors import DataError
-from data_prep.fields import CHANNELS, FieldMap, FieldSource
+from cpflare.fields import FIELDS, pick_names
+from data_prep.fields import FieldMap, FieldSource
 
 Array = NDArray[Any]
 
@@ -36,12 +37,12 @@ def choose(path: Path, field_map: FieldMap, target: str, present: dict[str, list
         names = (other.stem,) if other.suffix == ".npy" else source.names or source.components
         return Wanted(target, source, names, other)
     asked = field_map.association
-    names = _pick(source, present[asked])
+    names = pick_names(source.names, source.components, present[asked])
     if names:
         return Wanted(target, source, names, None)
     needed = " or ".join(source.names) or " + ".join(source.components)
     elsewhere = "point" if asked == "cell" else "cell"
-    if found := _pick(source, present[elsewhere]):
+    if found := pick_names(source.names, source.components, present[elsewhere]):
         raise DataError(
             f"{path}: field {target} ({', '.join(found)}) is {elsewhere} data, the map "
             f"{field_map.name} asks for {asked} data; set association: {elsewhere} in the map"
@@ -51,12 +52,6 @@ def choose(path: Path, field_map: FieldMap, target: str, present: dict[str, list
         f"{path}: field {target} is missing: no {asked} array {needed} (it has {has}); name it "
         f"under fields.{target} in the map"
     )
-
-
-def _pick(source: FieldSource, present: list[str]) -> tuple[str, ...]:
-    if source.components and set(source.components) <= set(present):
-        return source.components
-    return next(((name,) for name in source.names if name in present), ())
 
 
 def _other_file(path: Path, target: str, source: FieldSource) -> Path:
@@ -76,7 +71,7 @@ def assemble(
 
     Raises: DataError for a wrong number of rows or components, or values that are not finite.
     """
-    source, label = wanted.source, f"field {wanted.target} ({', '.join(wanted.names)})"
+    field, label = FIELDS[wanted.target], f"field {wanted.target} ({', '.join(wanted.names)})"
     rows = field_map.association
     where = wanted.file or path
     for name, array in zip(wanted.names, arrays, strict=True):
@@ -85,17 +80,14 @@ def assemble(
                 f"{where}: {label}: array {name} has {len(array)} values, the mesh has {num_rows} "
                 f"{rows}s; the file is damaged or of another mesh"
             )
-    channels = CHANNELS[wanted.target]
-    if len(arrays) == channels and channels > 1:
+    if len(arrays) > 1:
         values = np.stack([_flat(where, label, a) for a in arrays], axis=1)
     else:
-        values = arrays[0]
-        if channels == 1:
-            values = _flat(where, label, values)
-        if values.shape[1:] != ((channels,) if channels > 1 else ()):
-            raise DataError(
-                f"{where}: {label} has shape {list(values.shape)}, not {channels} components"
-            )
+        values = _flat(where, label, arrays[0]) if field.kind == "scalar" else arrays[0]
+    if values.shape != field.shape(num_rows):
+        raise DataError(
+            f"{where}: {label} has shape {list(values.shape)}, not {field.channels} components"
+        )
     if values.dtype.kind not in "fiu":
         raise DataError(f"{where}: {label} is of type {values.dtype}; it must be numbers")
     if values.dtype.kind != "f":
@@ -110,11 +102,7 @@ def assemble(
             f"{where}: {label} is not finite at {num_rows - int(good.sum())} of {num_rows} "
             f"{rows}s, first {row} (value {values[row]}); repair the file or leave it out"
         )
-    if channels == 3 and field_map.axes != ("x", "y", "z"):
-        values = rotate(values, field_map)
-    if (source.scale, source.offset) != (1.0, 0.0):
-        values = values.astype(np.float64) * source.scale + source.offset
-    return values
+    return field_map.source_field(wanted.target).to_canonical(values)
 
 
 def _flat(where: Path, label: str, values: Array) -> Array:
@@ -123,14 +111,6 @@ def _flat(where: Path, label: str, values: Array) -> Array:
     if values.ndim != 1:
         raise DataError(f"{where}: {label} has {values.shape[1]} components where one is needed")
     return values
-
-
-def rotate(values: Array, field_map: FieldMap) -> Array:
-    """Vectors [rows, 3] from source to canonical axes, exact in any precision."""
-    order = ["xyz".index(axis[-1]) for axis in field_map.axes]
-    signs = np.array([-1 if axis.startswith("-") else 1 for axis in field_map.axes], values.dtype)
-    out: Array = values[:, order] * signs
-    return out
 
 
 def read_npy(wanted: Wanted, num_rows: int) -> Array:

@@ -10,16 +10,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from cpflare.data.store import MARK, natural_order
 from cpflare.data.store_writer import LOCK, StoreWriter
 from cpflare.errors import DataError
+from cpflare.formats.files import SUFFIXES
+from data_prep import layouts
 from data_prep.convert import Outcome, convert_case, source_size
 from data_prep.fields import FieldMap, load_field_map
-from data_prep.formats import layouts as interchange
-from data_prep.read import SUFFIXES
 from data_prep.splits import draw_splits, keep_present, load_splits
 from data_prep.workers import run_tasks
 
@@ -45,6 +46,16 @@ class PrepSummary:
         """Whether every case was prepared; the exit status follows it."""
         return not self.failed
 
+    def add(self, name: str, outcome: Outcome) -> None:
+        """Count a case that was written, or has failed."""
+        if isinstance(outcome, str):
+            self.failed[name] = outcome
+            return
+        self.done.append(name)
+        self.cells += int(outcome["num_rows"])
+        if outcome["notices"]:
+            self.notices[name] = outcome["notices"]
+
 
 def find_cases(sources: Sequence[Path], field_map: FieldMap) -> dict[str, Path]:
     """Names and files of all cases: files as given, folders searched by the map's patterns.
@@ -58,7 +69,7 @@ def find_cases(sources: Sequence[Path], field_map: FieldMap) -> dict[str, Path]:
     for source in map(Path, sources):
         if not source.exists():
             raise DataError(f"source={source} does not exist; give a folder or surface files")
-        one = source.is_file() or interchange.is_layout(source)
+        one = source.is_file() or layouts.is_layout(source)
         files = [source] if one else _search(source, field_map)
         if not files:
             patterns = ", ".join(field_map.files)
@@ -80,7 +91,7 @@ def _search(folder: Path, field_map: FieldMap) -> list[Path]:
         files = {p for pattern in patterns for p in folder.rglob(pattern) if p.is_file()}
         if files:
             return sorted(p for p in files if p.suffix.lower() in SUFFIXES)
-    return interchange.find(folder)
+    return layouts.find(folder)
 
 
 def case_name(file: Path, field_map: FieldMap) -> str:
@@ -137,34 +148,36 @@ def prepare(
         whole = writer.whole_cases()
         chosen = listed or draw_splits({*cases, *whole}, split_seed)
         keep_present(chosen, {*cases, *whole}, where)  # before hours of work, not after
-        todo = {}
-        for name, path in cases.items():
-            if name in whole and whole[name]["source_size"] == source_size(path):
-                summary.skipped.append(name)
-            else:
-                whole.pop(name, None)
-                todo[name] = path
+        todo = _todo(cases, whole, summary)
         if todo or not (store / MARK).exists():
             writer.begin()
         for name, outcome in _convert_all(writer, todo, mapping, workers):
-            if isinstance(outcome, str):
-                summary.failed[name] = outcome
-            else:
-                summary.done.append(name)
-                summary.cells += int(outcome["num_rows"])
+            summary.add(name, outcome)
+            if not isinstance(outcome, str):
                 whole[name] = outcome
-                if outcome["notices"]:
-                    summary.notices[name] = outcome["notices"]
         summary.done = natural_order(summary.done)
-        if whole:
-            if summary.failed and not set(whole).intersection(chosen["train"]):
-                tqdm.write(f"{where}: all training cases failed, so {store} is not complete")
-            else:
-                kept, absent, summary.unassigned = keep_present(chosen, whole, where)
-                summary.absent = [n for n in absent if n not in summary.failed]
-                writer.finish(whole, kept, summary.failed)
+        if summary.failed and whole and not set(whole).intersection(chosen["train"]):
+            tqdm.write(f"{where}: all training cases failed, so {store} is not complete")
+        elif whole:
+            kept, absent, summary.unassigned = keep_present(chosen, whole, where)
+            summary.absent = [n for n in absent if n not in summary.failed]
+            writer.finish(whole, kept, summary.failed)
     summary.seconds = time.monotonic() - started
     return summary
+
+
+def _todo(
+    cases: dict[str, Path], whole: dict[str, dict[str, Any]], summary: PrepSummary
+) -> dict[str, Path]:
+    """Cases that are not whole in the store; those whose source has another size leave `whole`."""
+    todo = {}
+    for name, path in cases.items():
+        if name in whole and whole[name]["source_size"] == source_size(path):
+            summary.skipped.append(name)
+        else:
+            whole.pop(name, None)
+            todo[name] = path
+    return todo
 
 
 def _refuse_foreign(writer: StoreWriter) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpflare.config import FIELD_CHANNELS, Config
+from cpflare.config import Config
 from cpflare.data.statistics import Statistics
+from cpflare.fields import FIELDS
 
 _FLOOR = 1e-8
 """Smallest range or standard deviation to divide by, relative to 1: a constant channel gives 0."""
@@ -124,4 +125,4 @@ class Normalizer:
         )
 
     def _target_channels(self) -> list[tuple[str, int]]:
-        return [(name, FIELD_CHANNELS[name]) for name in self.targets]
+        return [(name, FIELDS[name].channels) for name in self.targets]

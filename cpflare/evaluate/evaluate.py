@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from cpflare.data.store import Case, Store
 from cpflare.errors import DataError
-from cpflare.evaluate.export import prediction_files, read_predictions
+from cpflare.evaluate.export import read_predictions
 from cpflare.evaluate.files import written_aside
+from cpflare.evaluate.find import prediction_files
 from cpflare.evaluate.forces import ForceSums, Reference, coefficients
 from cpflare.evaluate.metrics import FieldSums, mean_over_cases, r2_score
-from cpflare.evaluate.source_units import VECTOR_FIELDS
+from cpflare.fields import FIELDS
 
 Array = NDArray[Any]
 
@@ -88,7 +89,7 @@ def evaluate_stored_case(
             "sources with fields"
         )
     for name in names:
-        shape = (stored.num_rows, 3) if name in VECTOR_FIELDS else (stored.num_rows,)
+        shape = FIELDS[name].shape(stored.num_rows)
         if predictions[name].shape != shape:
             raise DataError(
                 f"case '{case}', field '{name}': the prediction has shape "

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from cpflare.errors import DataError, NonFiniteError
 from cpflare.evaluate.files import written_aside
+from cpflare.fields import FIELDS
 
 Array = NDArray[Any]
 
@@ -67,8 +68,10 @@ def write_npz_chunks(
             "version": 1,
             "arrays": {
                 "raw_cell_id": {"dtype": "int64", "shape": ["n"]},
-                CHUNK_NAMES["pressure"]: {"dtype": "float32", "shape": ["n"]},
-                CHUNK_NAMES["wall_shear"]: {"dtype": "float32", "shape": ["n", 3]},
+                **{
+                    chunk_name: {"dtype": "float32", "shape": ["n", *FIELDS[name].shape(0)[1:]]}
+                    for name, chunk_name in CHUNK_NAMES.items()
+                },
             },
             "cases": {},
         }

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpflare.data.store import natural_order
 from cpflare.errors import DataError
 from cpflare.evaluate.exchange import MAX_CHUNK_BYTES, write_npz_chunks, write_zarr
-from cpflare.evaluate.files import one_line, read_arrays, read_mesh, written_aside
-from cpflare.evaluate.source_units import VECTOR_FIELDS, source_field
+from cpflare.evaluate.files import one_line, written_aside
+from cpflare.evaluate.find import find_source, prediction_files
+from cpflare.evaluate.source_units import source_field
+from cpflare.fields import FIELDS
+from cpflare.formats.files import read_whole
+from cpflare.formats.vtp import read_arrays
 
 Array = NDArray[Any]
 
@@ -47,25 +49,37 @@ def write_vtp(
     Raises:
         DataError: the source cannot be read, or its rows are not those of the predictions.
     """
-    import pyvista as pv
-    from vtkmodules.vtkCommonCore import vtkStringArray
-    from vtkmodules.vtkIOXML import vtkXMLPolyDataWriter
-
     source_path, out_path = Path(source_path), Path(out_path)
-    mesh = read_mesh(source_path)
-    data, num_rows = _attributes(mesh, association)
-    _check_rows(predictions, num_rows, f"{source_path} ({association}s)", "prediction")
-    if truth is not None:
-        _check_rows(truth, num_rows, f"{source_path} ({association}s)", "truth")
+    mesh = read_whole(source_path)
+    if association not in ("cell", "point"):
+        raise DataError(f"association is '{association}'; it must be 'cell' or 'point'")
+    num_rows = mesh.n_cells if association == "cell" else mesh.n_points
+    for kind, fields in (("prediction", predictions), ("truth", truth or {})):
+        _check_rows(fields, num_rows, f"{source_path} ({association}s)", kind)
+    used = _add_arrays(mesh, predictions, truth or {}, field_map, association, source_names)
+    _write_polydata(mesh, _describe(field_map, association, used), out_path)
+    return out_path
+
+
+def _add_arrays(
+    mesh: Any,
+    predictions: Mapping[str, Array],
+    truth: Mapping[str, Array],
+    field_map: Mapping[str, Any],
+    association: str,
+    source_names: Mapping[str, Sequence[str]] | None,
+) -> dict[str, list[str]]:
+    """Add predictions and errors under the source's names, and return those names by field."""
+    import pyvista as pv
+
+    data = mesh.GetCellData() if association == "cell" else mesh.GetPointData()
     present = {*mesh.cell_data.keys(), *mesh.point_data.keys()}
     used: dict[str, list[str]] = {}
     for name, values in predictions.items():
-        stored = source_field(field_map, name, present)
-        if source_names is not None and source_names.get(name):
-            stored = replace(stored, names=tuple(source_names[name]))
+        stored = source_field(field_map, name, present, source_names)
         used[name] = list(stored.names)
         arrays = {PREDICTED: stored.to_source(np.asarray(values))}
-        if truth is not None and name in truth:
+        if name in truth:
             difference = np.subtract(values, truth[name], dtype=np.float64).astype(values.dtype)
             arrays[ERROR] = stored.to_source(difference, difference=True)
         for suffix, array in arrays.items():
@@ -75,7 +89,13 @@ def write_vtp(
                 data.AddArray(
                     pv.convert_array(np.ascontiguousarray(part), name=source_name + suffix)
                 )
-    note = _describe(field_map, association, used)
+    return used
+
+
+def _write_polydata(mesh: Any, note: str, out_path: Path) -> None:
+    from vtkmodules.vtkCommonCore import vtkStringArray
+    from vtkmodules.vtkIOXML import vtkXMLPolyDataWriter
+
     text = vtkStringArray()
     text.SetName(DESCRIPTION)
     text.InsertNextValue(note)
@@ -90,7 +110,6 @@ def write_vtp(
         writer.SetCompressorTypeToNone()
         if writer.Write() != 1 or writer.GetErrorCode() != 0:
             raise DataError(f"{out_path} could not be written; check free space and permissions")
-    return out_path
 
 
 def write_npz(
@@ -178,16 +197,14 @@ def _read_vtp(path: Path, field_map: Mapping[str, Any] | None) -> dict[str, Arra
     }  # the source's names
     found: dict[str, Array] = {}
     for name in field_map.get("fields") or {}:
-        stored = source_field(field_map, name, predicted)
-        if written is not None and written["source_names"].get(name):
-            stored = replace(stored, names=tuple(written["source_names"][name]))
+        stored = source_field(field_map, name, predicted, (written or {}).get("source_names"))
         if not predicted.issuperset(stored.names):
             continue
         columns = [np.asarray(data[source + PREDICTED]) for source in stored.names]
         values = np.stack(columns, axis=1) if len(columns) > 1 else columns[0]
-        if (values.ndim == 2) != (name in VECTOR_FIELDS):
+        if values.shape != stored.field.shape(len(values)):
             raise DataError(f"{path}: array '{stored.names[0]}{PREDICTED}' has {values.shape}")
-        found[name] = stored.to_canonical(values)
+        found[name] = stored.to_canonical(values).astype(values.dtype, copy=False)
     if not found:
         raise DataError(
             f"predictions {path} hold no {association} array named '<source name>{PREDICTED}'; "
@@ -237,17 +254,9 @@ def _check_map(path: Path, written: Mapping[str, Any], expected: Mapping[str, An
             )
 
 
-def _attributes(mesh: Any, association: str) -> tuple[Any, int]:
-    if association not in ("cell", "point"):
-        raise DataError(f"association is '{association}'; it must be 'cell' or 'point'")
-    if association == "cell":
-        return mesh.GetCellData(), int(mesh.n_cells)
-    return mesh.GetPointData(), int(mesh.n_points)
-
-
 def _check_rows(fields: Mapping[str, Array], num_rows: int, where: str, kind: str) -> None:
     for name, values in fields.items():
-        shape = (num_rows, 3) if name in VECTOR_FIELDS else (num_rows,)
+        shape = FIELDS[name].shape(num_rows)
         if np.shape(values) != shape:
             raise DataError(
                 f"{where}: the {kind} of '{name}' has shape {np.shape(values)}, and this mesh "
@@ -302,10 +311,13 @@ def export_predictions(
                 f"case '{points[0]}' is predicted on points, and NPZ chunks hold cells; export as "
                 "zarr instead"
             )
-        in_source = (
-            (case, _in_source_units(read_predictions(path, maps[case][0]), maps[case][0] or {}))
-            for case, path in files.items()
-        )
+
+        def in_source_units(case: str) -> dict[str, Array]:
+            known = maps[case][0] or {}
+            fields = read_predictions(files[case], known)
+            return {name: source_field(known, name).to_source(v) for name, v in fields.items()}
+
+        in_source = ((case, in_source_units(case)) for case in files)
         return write_npz_chunks(
             Path(out_dir) / "npz-chunks", in_source, max_chunk_bytes=max_chunk_bytes
         )
@@ -314,63 +326,6 @@ def export_predictions(
             target = Path(out_dir) / "vtp" / f"{case}.vtp"
             _npz_to_vtp(case, path, target, maps[case], source)
     return Path(out_dir)
-
-
-def prediction_files(out_dir: Path, cases: Sequence[str] | None = None) -> dict[str, Path]:
-    """Return case name -> prediction file directly under `out_dir`, in natural order of names.
-
-    Raises:
-        DataError: the folder is absent or holds no predictions, a wanted case is missing, or a
-            case has two files.
-    """
-    out_dir = Path(out_dir)
-    if not out_dir.is_dir():
-        raise DataError(f"folder {out_dir} does not exist; write predictions into it first")
-    found: dict[str, Path] = {}
-    for name in natural_order(path.name for path in out_dir.iterdir()):
-        path = out_dir / name
-        if path.suffix not in (".vtp", ".npz") or name.startswith("."):
-            continue
-        if path.stem in found:
-            raise DataError(
-                f"case '{path.stem}' has two predictions, {found[path.stem].name} and {path.name} "
-                f"in {out_dir}; delete the one that is out of date"
-            )
-        found[path.stem] = path
-    if not found:
-        raise DataError(f"no predictions (.vtp or .npz) in {out_dir}; run launch/predict_cp.py")
-    if cases is None:
-        return found
-    for case in cases:
-        if case not in found:
-            raise DataError(
-                f"case '{case}' has no predictions in {out_dir}; it holds {', '.join(found)}"
-            )
-    return {case: found[case] for case in cases}
-
-
-def find_source(source: Path, case: str) -> Path:
-    """Return the mesh of `case` under `source`: a file of that stem, or in a folder of that name.
-
-    Raises:
-        DataError: none or several are found.
-    """
-    found = sorted(
-        path
-        for path in Path(source).rglob("*")
-        if path.suffix.lower() in (".vtp", ".vtu", ".vtk")
-        and (path.stem == case or path.parent.name == case)
-    )
-    if len(found) != 1:
-        listed = ", ".join(str(path) for path in found[:3]) or "none"
-        raise DataError(f"case '{case}' needs one mesh under {source}; found {listed}")
-    return found[0]
-
-
-def _in_source_units(fields: Mapping[str, Array], field_map: Mapping[str, Any]) -> dict[str, Array]:
-    return {
-        name: source_field(field_map, name).to_source(values) for name, values in fields.items()
-    }
 
 
 def _npz_to_vtp(
@@ -386,11 +341,5 @@ def _npz_to_vtp(
         truth = {
             name.removesuffix("_true"): file[name] for name in file.files if name.endswith("_true")
         }
-    write_vtp(
-        find_source(source, case),
-        target,
-        read_predictions(path),
-        truth or None,
-        known[0] or {},
-        known[1] or "",
-    )
+    mesh, fields = find_source(source, case), read_predictions(path)
+    write_vtp(mesh, target, fields, truth or None, known[0] or {}, known[1] or "")

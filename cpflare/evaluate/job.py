@@ -20,8 +20,9 @@ from cpflare.data.sampler import Window
 from cpflare.data.store import Case, Store
 from cpflare.errors import DataError
 from cpflare.evaluate.exchange import check_finite
-from cpflare.evaluate.export import find_source, write_npz, write_vtp
+from cpflare.evaluate.export import write_npz, write_vtp
 from cpflare.evaluate.files import written_aside
+from cpflare.evaluate.find import find_source
 from cpflare.evaluate.forces import Reference, coefficients, integrate
 from cpflare.evaluate.predict import (
     Inference,
@@ -29,6 +30,7 @@ from cpflare.evaluate.predict import (
     predict_shard,
     run_model,
 )
+from cpflare.formats.files import SUFFIXES
 from cpflare.log import show_progress
 from cpflare.models import Backbone
 from cpflare.parallel.partition import shard_bounds
@@ -214,6 +216,8 @@ def _source_mesh(case: Case, source: Path | None) -> Path | str:
         path = find_source(source, case.name)
     else:
         path = Path(case.attrs["source"])
+        if path.exists() and path.suffix.lower() not in SUFFIXES:
+            return f"the source {path} of case {case.name} has rows, but no mesh"
         if not path.is_file():
             return f"the mesh {path} of case {case.name} is gone (--source says where it is now)"
     size, checksum = case.attrs.get("source_size"), case.attrs.get("source_checksum")

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpflare.errors import DataError
+from cpflare.fields import Axes
 from cpflare.report.curves import GRID, INK, MUTED, SERIES, new_axes, to_svg
 
 Array = NDArray[Any]
@@ -253,10 +254,7 @@ def _render(
 
 def _to_source(vector: Sequence[float], axes_map: Sequence[str] | None) -> tuple[float, ...]:
     """Turn a canonical direction into the source's axes; canonical i is axis `axes_map[i]`."""
-    out = [0.0, 0.0, 0.0]
-    for component, axis in zip(vector, axes_map or ("x", "y", "z"), strict=True):
-        out["xyz".index(axis.strip().lstrip("+-"))] = -component if "-" in axis else component
-    return tuple(out)
+    return tuple(Axes.parse(axes_map).to_source(np.array(vector, dtype=np.float64)).tolist())
 
 
 def _crop(image: Array, margin: int = 12) -> Array:

@@ -12,12 +12,11 @@ from cpflare.errors import DataError, NonFiniteError
 from cpflare.evaluate.exchange import write_npz_chunks
 from cpflare.evaluate.export import (
     export_predictions,
-    find_source,
-    prediction_files,
     read_predictions,
     write_npz,
     write_vtp,
 )
+from cpflare.evaluate.find import find_source, prediction_files
 from cpflare.evaluate.source_units import source_field
 from support.paths import REAL
 
@@ -211,13 +210,13 @@ def test_a_wrong_tuple_count_is_an_error_though_vtk_only_warns(tmp_path):
     mixed_mesh().save(tmp_path / "a.vtp", binary=False)
     text = (tmp_path / "a.vtp").read_text()
     (tmp_path / "a.vtp").write_text(text.replace('NumberOfPoints="9"', 'NumberOfPoints="90"'))
-    with pytest.raises(DataError, match=r"a\.vtp is damaged"):
+    with pytest.raises(DataError, match=r"a\.vtp cannot be read"):
         write_vtp(tmp_path / "a.vtp", tmp_path / "o.vtp", fields(5), None, DRIVAER, "cell")
 
 
 def test_a_volume_mesh_is_refused(tmp_path):
     pv.ImageData(dimensions=(3, 3, 3)).cast_to_unstructured_grid().save(tmp_path / "a.vtu")
-    with pytest.raises(DataError, match=r"a\.vtu has cells of the VTK types \[11\]"):
+    with pytest.raises(DataError, match=r"a\.vtu: cell 0 is of VTK type 11, which is no surface"):
         write_vtp(tmp_path / "a.vtu", tmp_path / "o.vtp", fields(8), None, DRIVAER, "cell")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpflare.errors import DataError
-from data_prep.geometry import POLYGON, STRIP, VERTEX, Surface
+from cpflare.formats.surface import POLYGON, STRIP, VERTEX, Surface
 
 Array = NDArray[Any]
 

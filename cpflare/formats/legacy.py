@@ -1,4 +1,4 @@
-"""Counts the numbers of ASCII legacy VTK files: VTK passes over the end of a cut file silently."""
+"""Reads legacy VTK files; numbers of ASCII ones are counted, since VTK passes over a cut end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 from cpflare.errors import DataError
+from cpflare.formats.surface import Surface
+from cpflare.formats.vtk_objects import Pick, complaints_are_errors, names_of, to_surface
 
 _TYPES = rb"bit|(?:unsigned_)?(?:char|short|int|long)|vtkIdType|vtktype\w+|float|double"
 # A line that is no numbers: a keyword, or the name, components, tuples and type of an array.
@@ -21,11 +23,28 @@ _PIECE = 1 << 22  # bytes
 _WORD = re.compile(rb"\S+")
 
 
-def check_ascii(path: Path) -> None:
-    """Hold the numbers of every array of an ASCII file against its header; binary files pass.
+def read(path: Path, association: str, pick: Pick) -> Surface:
+    """A surface with the arrays that `pick` chooses, in the file's order.
 
-    Raises: DataError that names the array which is too short or too long.
+    Raises: DataError for an array that is shorter or longer than its header says, or no surface.
     """
+    from vtkmodules.vtkIOLegacy import vtkDataSetReader
+
+    _check_ascii(path)
+    reader = vtkDataSetReader()
+    for kind in ("Scalars", "Vectors", "Normals", "Tensors", "ColorScalars", "TCoords", "Fields"):
+        getattr(reader, f"ReadAll{kind}On")()
+    with complaints_are_errors(path):  # but what is no such file gets a better line
+        reader.SetFileName(str(path))
+        reader.Update()
+        output = reader.GetOutput()
+        if output is None:
+            raise DataError(f"{path} is no legacy VTK file that can be read; give PolyData")
+    return to_surface(path, output, association, pick(names_of(output)))
+
+
+def _check_ascii(path: Path) -> None:
+    """Hold the numbers of every array of an ASCII file against its header; binary files pass."""
     with path.open("rb") as file:
         lines = [file.readline(1024) for _ in range(3)]
         if lines[2].strip().upper() != b"ASCII":

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpflare.errors import DataError
-from data_prep.geometry import Surface
+from cpflare.formats.surface import Surface
+from cpflare.formats.vtk_objects import to_polydata
 
 Array = NDArray[Any]
 
@@ -19,6 +20,11 @@ _TYPES = {
     "ushort": "u2", "uint16": "u2", "int": "i4", "int32": "i4", "uint": "u4", "uint32": "u4",
     "float": "f4", "float32": "f4", "double": "f8", "float64": "f8",
 }  # fmt: skip
+_JOINED = {  # names that VTK gives to several properties
+    "RGBA": ("red", "green", "blue", "alpha"),
+    "RGB": ("red", "green", "blue"),
+    "Normals": ("nx", "ny", "nz"),
+}
 _ORDERS = {"ascii": "", "binary_little_endian": "<", "binary_big_endian": ">"}
 
 
@@ -30,8 +36,10 @@ class _Element:
     lists: list[tuple[str, str, str]] = field(default_factory=list)  # name, type of count, of items
 
 
-def read_ply(path: Path) -> Surface:
-    """Points and faces in the file's order; other elements and properties are passed over.
+def read(path: Path, *, whole: bool = False) -> Surface:
+    """Points and faces in the file's order; other elements and what faces have are passed over.
+
+    `whole` puts further properties of the points into `output`: VTK aborts on what it doesn't know.
 
     Raises: DataError where the file is damaged, or has lists that are not faces.
     """
@@ -45,9 +53,18 @@ def read_ply(path: Path) -> Surface:
         found = _binary(data, start, order, elements) if order else _ascii(data[start:], elements)
     except (ValueError, IndexError, OverflowError) as error:
         raise DataError(f"{path} is cut off or damaged ({error}); copy the file again") from None
-    points, corners, counts = found
+    vertices, corners, counts = found
+    points = np.stack([vertices.pop(c) for c in "xyz"], axis=1)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
-    return Surface(points, corners, offsets)
+    surface = Surface(points, corners, offsets)
+    if whole:
+        surface.output = to_polydata(surface)
+        for name, parts in _JOINED.items():
+            if set(parts) <= set(vertices):
+                vertices[name] = np.stack([vertices.pop(part) for part in parts], axis=1)
+        for name, values in vertices.items():
+            surface.output.point_data[name] = values
+    return surface
 
 
 def _header(path: Path, text: str) -> tuple[str, list[_Element]]:
@@ -79,16 +96,14 @@ def _header(path: Path, text: str) -> tuple[str, list[_Element]]:
     return order, elements
 
 
-def _ascii(data: bytes, elements: list[_Element]) -> tuple[Array, Array, Array]:
+def _ascii(data: bytes, elements: list[_Element]) -> tuple[dict[str, Array], Array, Array]:
     lines = iter(data.split(b"\n"))
-    points, corners, counts = np.empty((0, 3), "f4"), [], []
+    vertices, corners, counts = {}, [], []
     for element in elements:
         rows = [next(lines, b"").split() for _ in range(element.count)]
         if element.name == "vertex":
-            names = [n for n, _ in element.scalars]
-            table = np.array([[row[names.index(c)] for c in "xyz"] for row in rows], dtype="S")
-            kind = dict(element.scalars)["x"]
-            points = table.astype(kind).reshape(-1, 3)
+            for i, (name, kind) in enumerate(element.scalars):
+                vertices[name] = np.array([row[i] for row in rows], dtype="S").astype(kind)
         elif element.name == "face" and element.lists:
             for row in rows:
                 num = int(row[0])
@@ -96,21 +111,20 @@ def _ascii(data: bytes, elements: list[_Element]) -> tuple[Array, Array, Array]:
                     raise ValueError(f"a face has {len(row)} numbers")
                 counts.append(num)
                 corners += [int(c) for c in row[1 : 1 + num]]
-    return points, np.array(corners, np.int64), np.array(counts, np.int64)
+    return vertices, np.array(corners, np.int64), np.array(counts, np.int64)
 
 
 def _binary(
     data: bytes, start: int, order: str, elements: list[_Element]
-) -> tuple[Array, Array, Array]:
-    points, corners, counts = np.empty((0, 3), "f4"), np.empty(0, "i4"), np.empty(0, np.int64)
+) -> tuple[dict[str, Array], Array, Array]:
+    vertices, corners, counts = {}, np.empty(0, "i4"), np.empty(0, np.int64)
     for element in elements:
         row = np.dtype([(n, order + kind) for n, kind in element.scalars])
         if not element.lists:
             table = np.frombuffer(data, row, element.count, start)
             start += element.count * row.itemsize
             if element.name == "vertex":
-                points = np.stack([table[c] for c in "xyz"], axis=1)
-                points = points.astype(points.dtype.newbyteorder("="))
+                vertices = {n: table[n].astype(kind) for n, kind in element.scalars}
             continue
         item_kind = element.lists[0][2]
         counts, begins, start = _walk(data, start, order, element, row.itemsize)
@@ -123,7 +137,7 @@ def _binary(
             where = begins[which][:, None] + np.arange(num * item.itemsize)
             block = np.ascontiguousarray(raw[where]).view(item).reshape(len(which), num)
             corners[(ends[which] - num)[:, None] + np.arange(num)] = block
-    return points, corners, counts
+    return vertices, corners, counts
 
 
 def _walk(

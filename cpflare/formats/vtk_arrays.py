@@ -20,9 +20,9 @@ from numcodecs import lz4
 from numpy.typing import NDArray
 
 from cpflare.errors import DataError
-from data_prep.formats.vtk_cells import from_types
-from data_prep.formats.vtk_xml import CELL_SECTIONS, XmlArray, XmlFile
-from data_prep.geometry import POLYGON, STRIP, VERTEX, Surface
+from cpflare.formats.surface import POLYGON, STRIP, VERTEX, Surface
+from cpflare.formats.vtk_cells import from_types
+from cpflare.formats.vtk_xml import CELL_SECTIONS, XmlArray, XmlFile
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]

@@ -5,15 +5,13 @@ arrays surface_mesh_centers [N, 3], surface_normals [N, 3], surface_areas [N] an
 [N, 4] (pressure, wall shear). FLARE.py: run_i/boundary_i_{points,normals,p,tau}.npy; it has no
 areas, but DrivAerML's boundary_cell_area_i.npy beside it is read.
 
-Rows are the source's, values have the source's units and signs. Neither layout has corners, so the
-area vector is normal times area, and the offset is the middle of the rows' bounding box.
+Rows are the source's, values have the source's units and signs.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,6 @@ from numpy.typing import NDArray
 
 from cpflare.data.store import Case
 from cpflare.errors import DataError
-from data_prep.fields import FieldMap
-from data_prep.geometry import CLOSED
-from data_prep.read import CaseData, shear_sign_of
 
 Array = NDArray[Any]
 
@@ -69,12 +64,11 @@ def parts(path: Path) -> list[Path]:
     return [path]
 
 
-def load(path: Path, field_map: FieldMap) -> CaseData:
-    """Read a case of either layout under the map's units and signs.
+def read(path: Path, notices: list[str]) -> dict[str, Array]:
+    """The arrays of a case by canonical name, as they stand in the source.
 
     Raises: DataError where an array is missing, of another length, not finite, or lacks chunks.
     """
-    notices: list[str] = []
     found = _read_curator(path, notices) if path.is_dir() else _read_npy(path)
     num_rows = len(found["position"])
     if num_rows == 0:
@@ -85,63 +79,7 @@ def load(path: Path, field_map: FieldMap) -> CaseData:
         if not np.isfinite(values).all():
             row = int(np.argmin(np.isfinite(values.reshape(num_rows, -1)).all(axis=1)))
             raise DataError(f"{path}: {name} is not finite at row {row}; repair it")
-    position = found["position"].astype(np.float64)
-    bounds = np.stack([position.min(axis=0), position.max(axis=0)], axis=1)
-    offset = bounds.mean(axis=1)
-    normal = found["normal"].astype(np.float64)
-    length = np.linalg.norm(normal, axis=1)
-    normal[length == 0] = (1.0, 0.0, 0.0)
-    normal /= np.where(length > 0, length, 1.0)[:, None]
-    fields: dict[str, Array] = {"position": position}
-    winding, residual = "unknown", None
-    if "area" in found:
-        area = found["area"].astype(np.float64)
-        area[length == 0] = 0.0
-        area_vector = normal * area[:, None]
-        volume = float(np.einsum("nc,nc->", position - offset, area_vector)) / 3
-        residual = float(np.linalg.norm(area_vector.sum(axis=0)) / max(area.sum(), 1e-300))
-        winding = "outward" if volume > 0 else "inward"
-        if winding == "inward":
-            normal, area_vector = -normal, -area_vector
-            notices.append("normals point inward by the signed volume: turned")
-        fields |= {"normal": normal.astype(np.float32), "area": area, "area_vector": area_vector}
-    else:
-        notices.append("no areas: forces and area-weighted metrics cannot be computed")
-        if field_map.winding == "inward":
-            winding, normal = "inward", -normal
-            notices.append("normals turned outward, since the map says that they point inward")
-        fields["normal"] = normal.astype(np.float32)
-    for name in ("pressure", "wall_shear"):
-        if name in field_map.fields and name in found:
-            source = field_map.fields[name]
-            values = found[name]
-            if (source.scale, source.offset) != (1.0, 0.0):
-                values = values.astype(np.float64) * source.scale + source.offset
-            fields[name] = values
-        elif name in field_map.fields:
-            raise DataError(f"{path}: {name} is missing from it; name a map without it")
-    reference = {
-        k: list(v) if isinstance(v, tuple) else v for k, v in asdict(field_map.reference).items()
-    }
-    attrs = {
-        "source": str(path),
-        "source_size": sum(p.stat().st_size for p in parts(path)),
-        "source_association": field_map.stored_association,
-        "source_names": {},
-        "source_files": {},
-        "shear_sign": shear_sign_of(field_map, fields, notices),
-        "winding": winding,
-        "axes": ["x", "y", "z"],
-        "length_scale": 1.0,
-        "units": dict(field_map.units),
-        "reference": reference,
-        "bounds": bounds.tolist(),
-        "closed": residual is not None and residual <= max(CLOSED, 1e-6),  # float32 areas
-        "closed_residual": residual,
-        "num_degenerate": int((length == 0).sum()),
-        "notices": notices,
-    }
-    return CaseData(fields, field_map.stored_association, offset, attrs)
+    return found
 
 
 def _read_curator(path: Path, notices: list[str]) -> dict[str, Array]:
