@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cpflare.errors import ConfigError
+from cpflare.files import one_line
 
 FIELD_CHANNELS: dict[str, int] = {"position": 3, "normal": 3, "pressure": 1, "wall_shear": 3}
 """Channels of each canonical field that a model may read or predict."""
@@ -163,9 +164,8 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
             raise ConfigError(f"configuration {source} is a list; it needs sections such as model:")
         merged = OmegaConf.to_container(OmegaConf.merge(loaded, _dotted(overrides)), resolve=True)
     except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
-        line = " ".join(str(error).split())
         raise ConfigError(
-            f"configuration {source}: {line}; mend the file or the overrides"
+            f"configuration {source}: {one_line(error)}; mend the file or the overrides"
         ) from None
     assert isinstance(merged, dict)
     return config_from_dict({str(key): value for key, value in merged.items()})

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cpflare.errors import ConfigError
+from cpflare.files import one_line
 
 CHANNELS = {"pressure": 1, "wall_shear": 3}  # canonical targets
 SIGNS = (-1, 1, "unknown")
@@ -131,11 +132,9 @@ def load_field_map(name_or_path: str | Path) -> FieldMap:
     except FileNotFoundError:
         raise ConfigError(f"field map {path} does not exist; give an existing YAML file") from None
     except (OmegaConfBaseException, OSError, ValueError) as error:
-        raise ConfigError(
-            f"field map {path} cannot be read: {' '.join(str(error).split())}"
-        ) from None
+        raise ConfigError(f"field map {path} cannot be read: {one_line(error)}") from None
     except Exception as error:  # the YAML parser's own errors share no base with the above
-        raise ConfigError(f"field map {path} is no YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"field map {path} is no YAML: {one_line(error)}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"field map {path} holds a {type(loaded).__name__}, not keys and values")
     data = {str(k): v for k, v in loaded.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -278,9 +277,3 @@ def _bounds(field_map: FieldMap, geometry: Geometry) -> list[list[float]]:
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-
-
-def file_checksum(path: str | Path) -> str:
-    """SHA-256 of a file, read in pieces."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

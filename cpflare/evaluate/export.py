@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from cpflare.data.store import natural_order
 from cpflare.errors import DataError
 from cpflare.evaluate.exchange import MAX_CHUNK_BYTES, write_npz_chunks, write_zarr
-from cpflare.evaluate.files import one_line, read_arrays, read_mesh, written_aside
+from cpflare.evaluate.files import read_arrays, read_mesh
 from cpflare.evaluate.source_units import VECTOR_FIELDS, source_field
+from cpflare.files import one_line, written_aside
 
 Array = NDArray[Any]
 

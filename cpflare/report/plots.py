@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpflare.errors import DataError
+from cpflare.files import one_line
 from cpflare.report.curves import GRID, INK, MUTED, SERIES, new_axes, to_svg
 
 Array = NDArray[Any]
@@ -139,9 +140,7 @@ def _read(path: Path, *, only_names: bool = False) -> Any:
     try:
         mesh = pv.read(path)
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"prediction {path} cannot be read: {' '.join(str(error).split())}"
-        ) from error
+        raise DataError(f"prediction {path} cannot be read: {one_line(error)}") from error
     if not isinstance(mesh, pv.PolyData) or (mesh.n_cells == 0 and not only_names):
         raise DataError(f"prediction {path} holds no surface; predict this case again")
     return mesh

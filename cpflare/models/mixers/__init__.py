@@ -8,6 +8,11 @@ from cpflare.models.mixers.flare import FlareMixer
 from cpflare.models.mixers.flarepp import FlarePPMixer
 
 
+def mixer_title(name: str) -> str:
+    """What a mixer is called in texts; an unknown one as it is."""
+    return {"flare": "FLARE", "flarepp": "FLARE++"}.get(name, name)
+
+
 def build_mixer(config: ModelConfig) -> Mixer:
     """A mixer with the configuration's sizes and options."""
     if config.mixer == "flare":
