@@ -20,7 +20,7 @@ def fill(path, kind, text):
     path.write_text(text)
 
 
-def break_off(path, kind, error, **words):
+def break_off(path, kind, error, /, **words):
     with written_aside(path, **words) as aside:
         fill(aside, kind, "half")
         raise error

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,5 +188,6 @@ class MetricsLog:
         Raises:
             DataError: the disk has no room for the last lines.
         """
-        with self._file, writing(str(self.path), "free some space, the last lines are lost"):
+        mend = "free some space, the last lines are lost"
+        with closing(self._file), writing(str(self.path), mend):
             self._append()
