@@ -25,8 +25,8 @@ _TREE_EVERY = 5
 """Samples between two looks for new processes."""
 
 _PSS_EVERY_S = 1.0
-"""Between two readings of the PSS, for which the kernel walks all pages of a process: at 10 GiB it
-takes longer than the interval, and slows down what is measured."""
+"""Between two readings of the PSS, for which the kernel walks all pages of a process: with a
+large one it takes longer than the interval, and slows down what is measured."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Lt
 
 from cpflare.errors import ConfigError
 from cpflare.fields import INPUT_FIELDS, TARGET_FIELDS, channels_of
+from cpflare.files import one_line
 from cpflare.schema import Count, Finite, Number, Positive, Section, Switch, Whole, build
 
 
@@ -181,9 +182,8 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
             raise ConfigError(f"configuration {source} is a list; it needs sections such as model:")
         merged = OmegaConf.to_container(OmegaConf.merge(loaded, _dotted(overrides)), resolve=True)
     except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
-        line = " ".join(str(error).split())
         raise ConfigError(
-            f"configuration {source}: {line}; mend the file or the overrides"
+            f"configuration {source}: {one_line(error)}; mend the file or the overrides"
         ) from None
     assert isinstance(merged, dict)
     return config_from_dict({str(key): value for key, value in merged.items()})

@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from cpflare.errors import ConfigError, DataError
 from cpflare.fields import FIELDS, TARGET_FIELDS, Axes, SourceField
+from cpflare.files import one_line
 
 
 def _listed(value: Any) -> Any:
@@ -220,11 +221,9 @@ def load_field_map(name_or_path: str | Path) -> FieldMap:
     except FileNotFoundError:
         raise ConfigError(f"field map {path} does not exist; give an existing YAML file") from None
     except (OmegaConfBaseException, OSError, ValueError) as error:
-        raise ConfigError(
-            f"field map {path} cannot be read: {' '.join(str(error).split())}"
-        ) from None
+        raise ConfigError(f"field map {path} cannot be read: {one_line(error)}") from None
     except Exception as error:  # the YAML parser's own errors share no base with the above
-        raise ConfigError(f"field map {path} is no YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"field map {path} is no YAML: {one_line(error)}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"field map {path} holds a {type(loaded).__name__}, not keys and values")
     data = {str(k): v for k, v in loaded.items()}

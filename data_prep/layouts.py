@@ -11,7 +11,6 @@ Rows are the source's, values have the source's units and signs.
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from cpflare.data.store import Case
 from cpflare.errors import DataError
+from cpflare.files import is_aside, leftovers, remove, written_aside
 
 Array = NDArray[Any]
 
@@ -32,7 +32,6 @@ CENTRES, NORMALS, AREAS, FIELDS = (
 )
 LAYOUTS = ("curator-v2", "curator-v3", "flare")
 _CHUNK = 500_000  # rows
-_ASIDE = ".partial"  # ends the name of what is being written
 _POINTS = re.compile(r"boundary_(.+)_points\.npy")
 
 
@@ -48,11 +47,7 @@ def find(folder: Path) -> list[Path]:
     groups = {p.parent for p in folder.rglob(CENTRES) if is_layout(p.parent)}
     files = {p for p in folder.rglob("boundary_*_points.npy") if is_layout(p)}
     folders = {p: p.parent if p in files else p for p in groups | files}
-    return sorted(p for p, case in folders.items() if not _is_aside(case))
-
-
-def _is_aside(folder: Path) -> bool:
-    return folder.name.startswith(".") and folder.name.endswith(_ASIDE)
+    return sorted(p for p, case in folders.items() if not is_aside(case))
 
 
 def parts(path: Path) -> list[Path]:
@@ -163,23 +158,14 @@ def write(case: Case, out: Path, layout: str) -> Path:
     path = out / (case.name if layout == "flare" else f"{case.name}.zarr")
     if path.exists():
         raise DataError(f"{path} is there already; remove it, or write to another folder")
-    aside = out / f".{path.name}{_ASIDE}"
-    try:
-        if aside.exists():
-            shutil.rmtree(aside)
-        aside.mkdir(parents=True)
+    for left in leftovers(out, path.name):
+        remove(left)
+    with written_aside(path, mend="give a folder that can be, with room") as aside:
+        aside.mkdir()
         if layout == "flare":
-            written = path / _write_npy(case.name, source, aside)
-        else:
-            _write_curator(case, source, aside, 2 if layout == "curator-v2" else 3)
-            written = path
-        aside.rename(path)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise DataError(
-            f"{path} cannot be written ({error}); give a folder that can be, with room"
-        ) from error
-    return written
+            return path / _write_npy(case.name, source, aside)
+        _write_curator(case, source, aside, 2 if layout == "curator-v2" else 3)
+    return path
 
 
 def _write_curator(case: Case, source: dict[str, Array], path: Path, zarr_format: Any) -> None:

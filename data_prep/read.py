@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,9 +194,3 @@ def _winding(
 def _bounds(field_map: FieldMap, geometry: Geometry) -> list[list[float]]:
     corners = field_map.rotation @ geometry.bounds * field_map.length_scale  # [3, 2]
     return [sorted((float(a) + 0.0, float(b) + 0.0)) for a, b in corners]
-
-
-def file_checksum(path: str | Path) -> str:
-    """SHA-256 of a file, read in pieces."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

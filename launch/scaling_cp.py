@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # 75 MB that torch's optimisers import when the first is made
+import torch._dynamo  # large, and imported by torch's optimisers when the first is made
 
 from cpflare.arguments import Parser
 from cpflare.config import Config

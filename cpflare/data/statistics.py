@@ -39,7 +39,7 @@ class Moments:
         table = values.reshape(len(values), -1)
         whole: Moments | None = None
         for start in range(0, len(table), _ROWS):
-            # [channels, rows]: numpy reduces long rows several times faster than long columns
+            # [channels, rows]: numpy reduces long rows faster than long columns
             block = np.array(table[start : start + _ROWS].T, np.float64, order="C")  # a copy
             mean = block.mean(axis=1)
             low, high = block.min(axis=1), block.max(axis=1)

@@ -1,19 +1,15 @@
 """Reads the Zarr v3 store of prepared cases: rows, attributes, splits and statistics.
 
-A step's window of 100,000 rows and 4 fields of an 8.2-million-row case decodes four or five chunks
-a field: 7 ms of processor time, and as much by the clock where a core is free (median, warm).
-What the codecs are, and why: cpflare.data.store_writer.
+What a step's window takes to read: `studies/prep.json`. What the codecs are: store_writer.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 import re
 import textwrap
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,38 +21,17 @@ from numpy.typing import NDArray
 from zarr.abc.store import Store as ByteStore
 from zarr.storage import LocalStore
 
-from cpflare.data.statistics import FieldStatistics, Statistics
+from cpflare.data.mark import AGAIN, MARK, is_plain_name, read_mark
+from cpflare.data.statistics import Statistics
 from cpflare.errors import DataError
+from cpflare.files import one_line
 
-__all__ = [
-    "MARK",
-    "SCHEMA",
-    "Case",
-    "FieldStatistics",
-    "Statistics",
-    "Store",
-    "natural_order",
-    "store_identity",
-]
+__all__ = ["MARK", "Case", "Store", "natural_order"]
 
-SCHEMA = 1  # raise it when a store of the old kind can no longer be read
-MARK = "cpflare.json"  # written last: a store without it is incomplete
-_MARK_PARTS = {
-    "dataset": str,
-    "seed": int,
-    "identity": str,
-    "splits": dict,
-    "statistics": dict,
-    "statistics_hash": str,
-    "quarantined": dict,
-    "field_map": dict,
-    "cases": dict,
-}
 _MOST_CHUNK_ROWS = 2**22
 # Where metadata and files are compared: arrays below this size are not worth it, and no codec of
 # ours packs better than this.
 _UNCHECKED_BYTES, _BEST_PACKING = 2**26, 1000
-AGAIN = "run `cpflare prep … STORE` again"
 
 Array = NDArray[Any]
 
@@ -69,37 +44,6 @@ def natural_order(names: Iterable[str]) -> list[str]:
         return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts if p]
 
     return sorted(names, key=key)
-
-
-def store_identity(cases: Iterable[tuple[str, int, Mapping[str, str]]]) -> str:
-    """SHA-256 over names, rows and checksums of the arrays, in the order given."""
-    entries = [[name, rows, dict(sums)] for name, rows, sums in cases]
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
-
-
-def _is_plain_name(name: str) -> bool:
-    """Whether a name that a file gives stands for something in its folder, and nowhere else."""
-    return bool(name) and Path(name).name == name and not name.startswith(".") and "\0" not in name
-
-
-def _wrong_part(mark: Mapping[str, Any]) -> str | None:
-    """What in a completion mark is not as `StoreWriter.finish` writes it."""
-    for key, kind in _MARK_PARTS.items():
-        if not isinstance(mark.get(key), kind):
-            return f"{key} is missing or of another kind"
-    for name, entry in mark["cases"].items():
-        if not _is_plain_name(name):
-            return f"{textwrap.shorten(repr(name), 80)} is no name of a case"
-        rows = entry.get("rows") if isinstance(entry, dict) else None
-        if type(rows) is not int or rows < 0:
-            return f"the rows of case {name} are {textwrap.shorten(str(rows), 80)}"
-    for split, names in mark["splits"].items():
-        if not isinstance(names, list):
-            return f"split {split} is no list"
-        for name in names:
-            if not isinstance(name, str) or name not in mark["cases"]:
-                return f"split {split} has {textwrap.shorten(repr(name), 80)}, which is no case"
-    return None
 
 
 class Store:
@@ -124,27 +68,7 @@ class Store:
         path = Path(path)
         if not path.is_dir():
             raise DataError(f"store={path} does not exist; make it with `cpflare prep SRC… {path}`")
-        try:
-            mark = json.loads((path / MARK).read_text())
-        except FileNotFoundError:
-            raise DataError(
-                f"store={path} is incomplete: it has no {MARK}, so its preparation did not end; "
-                + AGAIN
-            ) from None
-        except (ValueError, RecursionError) as error:  # no JSON, or no text
-            raise DataError(f"store={path}: {MARK} is damaged ({error}); {AGAIN}") from None
-        schema = mark.get("schema") if isinstance(mark, dict) else None
-        if schema != SCHEMA:
-            raise DataError(
-                f"store={path} has schema {textwrap.shorten(str(schema), 80)}, this version reads "
-                f"{SCHEMA}; run `cpflare prep … STORE --overwrite`"
-            )
-        wrong = _wrong_part(mark)
-        if wrong is not None:
-            raise DataError(f"store={path}: {MARK} is damaged ({wrong}); {AGAIN}")
-        for name in mark["cases"]:
-            if not (path / name / "zarr.json").is_file():
-                raise DataError(f"store={path}: case {name} is missing from it; {AGAIN}")
+        mark = read_mark(path)
         return cls(path, mark, storage or LocalStore(path, read_only=True))
 
     def __repr__(self) -> str:
@@ -256,7 +180,7 @@ class Case:
             attrs: dict[str, Any] = dict(group.attrs)
             fields = tuple(attrs.pop("fields"))
             offset = np.array(attrs.pop("offset"), np.float64)
-            if not all(isinstance(f, str) and _is_plain_name(f) for f in fields):
+            if not all(isinstance(f, str) and is_plain_name(f) for f in fields):
                 raise ValueError(f"fields {textwrap.shorten(str(fields), 80)}")
             if offset.shape != (3,) or not np.isfinite(offset).all():
                 raise ValueError(f"offset of shape {offset.shape}")
@@ -371,7 +295,7 @@ class Case:
             gone = "" if (self._where / name / file).exists() else " is missing"
             last = min(low + step, self.num_rows) - 1
             where = f", chunk {row // step} (rows {low}-{last}, file {file}{gone})"
-        why = " ".join(why.split())
         return DataError(
-            f"case {self.name}, array {name}{where}: {why}; delete {self._where} and {AGAIN}"
+            f"case {self.name}, array {name}{where}: {one_line(why)}; delete {self._where} "
+            f"and {AGAIN}"
         )

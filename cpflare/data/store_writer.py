@@ -1,31 +1,15 @@
 """Writes the Zarr v3 store: cases aside and renamed when whole, the completion mark last.
 
-Codecs, measured with `benchmarks/codecs.py` on shuffled rows in this layout (a million rows of
-an embedded car; in brackets two million of a torus of quads; processor time of a 2-core machine):
-
-    codec                          size             write      read of 100,000 rows, 4 fields
-    raw + crc32c                   100 % (100 %)    800 MB/s    6 to  8 ms
-    lz4                             96 %  (96 %)    500 MB/s   12 to 15 ms
-    lz4, bytes shuffled             82 %  (79 %)    420 MB/s   17 to 19 ms
-    lz4, bits shuffled              78 %  (74 %)    390 MB/s   17 to 20 ms
-    zstd                            82 %  (80 %)    170 MB/s   18 to 19 ms
-    zstd, bytes shuffled            77 %  (75 %)    195 MB/s   14 to 17 ms
-    zstd, bits shuffled             77 %  (74 %)    230 MB/s   12 to 16 ms
-    12 bits kept, zstd, bits        60 %  (56 %)    225 MB/s   21 ms
-
-Field by field, shuffled float32 rows hardly pack (lz4 with bits shuffled: position 91 %, pressure
-88 %, wall shear 93 %), area vectors (68 %) and row numbers (32 %) do. So what training reads is
-stored raw, the rest as lz4 with bits shuffled, all with crc32c, whose cost drowns in the noise:
-80 bytes a row become 65. Rounding saves 17 points more, but changes the truth that is learnt.
-
-Preparation is measured by `benchmarks/prep.py`; `studies/prep.json` holds its figures.
+Shuffled float32 rows hardly pack, area vectors and row numbers do (`benchmarks/codecs.py`,
+`studies/notes.md`). So what training reads is stored raw, the rest as lz4 with bits shuffled, and
+all with crc32c, which costs next to nothing. Rounding would save more, but change the truth that is
+learnt.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -39,9 +23,11 @@ from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 from zarr.storage import LocalStore
 
+from cpflare.data.mark import MARK, SCHEMA, store_identity
 from cpflare.data.statistics import Moments, Statistics, case_moments
-from cpflare.data.store import MARK, SCHEMA, natural_order, store_identity
+from cpflare.data.store import natural_order
 from cpflare.errors import DataError
+from cpflare.files import written_aside
 
 Array = NDArray[Any]
 
@@ -191,41 +177,34 @@ class StoreWriter:
                     f"case {name}: field {field} has {len(values)} rows, position has {num_rows}"
                 )
         order = row_order(self.seed, name, num_rows)
-        aside = self.path / ASIDE / f"{name}.{os.getpid()}"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        storage = LocalStore(aside)
-        group = zarr.create_group(storage, zarr_format=3)
-        checksums: dict[str, str] = {}
-        moments: dict[str, Any] = {}
         names = [*(f for f in fields if f != "cell_id"), "cell_id"]
+        with written_aside(self.path / name, within=self.path / ASIDE) as aside:
+            storage = LocalStore(aside)
+            group = zarr.create_group(storage, zarr_format=3)
 
-        def write(field: str) -> tuple[str, Moments | None]:
-            values = order if field == "cell_id" else fields[field]
-            shift = offset if field == "position" else None
-            return _write_array(storage, name, field, values, order, shift)
+            def write(field: str) -> tuple[str, Moments | None]:
+                values = order if field == "cell_id" else fields[field]
+                shift = offset if field == "position" else None
+                return _write_array(storage, name, field, values, order, shift)
 
-        with ThreadPoolExecutor(threads) as pool:
-            results = list(pool.map(write, names))
-        for field, (checksum, found) in zip(names, results, strict=True):
-            checksums[field] = checksum
-            if found is not None:
-                key = "position_relative" if field == "position" else field
-                moments[key] = found.to_dict()
-        record = {
-            "schema": SCHEMA,
-            "num_rows": num_rows,
-            "association": association,
-            "fields": list(checksums),
-            "offset": offset.tolist(),
-            "seed": self.seed,
-            **attrs,
-            "checksums": checksums,
-            "moments": moments,
-        }
-        group.update_attributes(record)
-        self.remove_case(name)
-        aside.rename(self.path / name)
+            with ThreadPoolExecutor(threads) as pool:
+                results = dict(zip(names, pool.map(write, names), strict=True))
+            record = {
+                "schema": SCHEMA,
+                "num_rows": num_rows,
+                "association": association,
+                "fields": names,
+                "offset": offset.tolist(),
+                "seed": self.seed,
+                **attrs,
+                "checksums": {field: digest for field, (digest, _) in results.items()},
+                "moments": {
+                    "position_relative" if field == "position" else field: found.to_dict()
+                    for field, (_, found) in results.items()
+                    if found is not None
+                },
+            }
+            group.update_attributes(record)
         return record
 
     def finish(
@@ -258,9 +237,8 @@ class StoreWriter:
             "cases": entries,
         }
         shutil.rmtree(self.path / ASIDE, ignore_errors=True)
-        temporary = self.path / f"{MARK}.tmp"
-        temporary.write_text(json.dumps(mark, indent=1))
-        temporary.replace(self.path / MARK)
+        with written_aside(self.path / MARK) as aside:
+            aside.write_text(json.dumps(mark, indent=1))
 
 
 def _write_array(

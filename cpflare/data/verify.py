@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from cpflare.data.mark import store_identity
 from cpflare.data.statistics import Moments, Statistics, case_moments
-from cpflare.data.store import Case, Store, natural_order, store_identity
+from cpflare.data.store import Case, Store, natural_order
 from cpflare.data.store_writer import NOT_COUNTED
 from cpflare.errors import DataError
 

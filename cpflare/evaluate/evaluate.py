@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from cpflare.data.store import Case, Store
 from cpflare.errors import DataError
 from cpflare.evaluate.export import read_predictions
-from cpflare.evaluate.files import written_aside
 from cpflare.evaluate.find import prediction_files
 from cpflare.evaluate.forces import ForceSums, Reference, coefficients
 from cpflare.evaluate.metrics import FieldSums, mean_over_cases, r2_score
 from cpflare.fields import FIELDS
+from cpflare.files import written_aside
 
 Array = NDArray[Any]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpflare.errors import DataError, NonFiniteError
-from cpflare.evaluate.files import written_aside
 from cpflare.fields import FIELDS
+from cpflare.files import checksum, written_aside
 
 Array = NDArray[Any]
 
@@ -102,15 +101,13 @@ def _write_case(
             arrays[chunk_name] = np.ascontiguousarray(fields[name][start:stop], dtype=np.float32)
         path = folder / case / f"chunk_{index:05d}.npz"
         np.savez(path, **arrays)  # type: ignore[arg-type]
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
         chunks.append(
             {
                 "file": f"{case}/{path.name}",
                 "first_cell": start,
                 "num_cells": stop - start,
                 "num_bytes": path.stat().st_size,
-                "sha256": digest,
+                "sha256": checksum(path),
             }
         )
     return {"num_cells": num_cells, "num_chunks": len(chunks), "chunks": chunks}

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from cpflare.errors import DataError
 from cpflare.evaluate.exchange import MAX_CHUNK_BYTES, write_npz_chunks, write_zarr
-from cpflare.evaluate.files import one_line, written_aside
 from cpflare.evaluate.find import find_source, prediction_files
 from cpflare.evaluate.source_units import source_field
 from cpflare.fields import FIELDS
+from cpflare.files import one_line, written_aside
 from cpflare.formats.files import read_whole
 from cpflare.formats.vtp import read_arrays
 

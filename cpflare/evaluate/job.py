@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from cpflare.data.store import Case, Store
 from cpflare.errors import DataError
 from cpflare.evaluate.exchange import check_finite
 from cpflare.evaluate.export import write_npz, write_vtp
-from cpflare.evaluate.files import written_aside
 from cpflare.evaluate.find import find_source
 from cpflare.evaluate.forces import Reference, coefficients, integrate
 from cpflare.evaluate.predict import (
@@ -30,6 +28,7 @@ from cpflare.evaluate.predict import (
     predict_shard,
     run_model,
 )
+from cpflare.files import checksum, written_aside
 from cpflare.formats.files import SUFFIXES
 from cpflare.log import show_progress
 from cpflare.models import Backbone
@@ -220,10 +219,10 @@ def _source_mesh(case: Case, source: Path | None) -> Path | str:
             return f"the source {path} of case {case.name} has rows, but no mesh"
         if not path.is_file():
             return f"the mesh {path} of case {case.name} is gone (--source says where it is now)"
-    size, checksum = case.attrs.get("source_size"), case.attrs.get("source_checksum")
+    size, digest = case.attrs.get("source_size"), case.attrs.get("source_checksum")
     if size is not None and path.stat().st_size != size:
         changed = f"{path.stat().st_size} bytes where it had {size}"
-    elif checksum is not None and _sha256(path) != checksum:
+    elif digest is not None and checksum(path) != digest:
         changed = "another checksum"
     else:
         return path
@@ -231,8 +230,3 @@ def _source_mesh(case: Case, source: Path | None) -> Path | str:
         f"mesh {path} of case {case.name} has changed since it was prepared ({changed}); prepare "
         "the store again or give the original with --source"
     )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

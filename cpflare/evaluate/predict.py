@@ -15,6 +15,7 @@ from cpflare.data.loader import ShardReader
 from cpflare.data.sampler import Window
 from cpflare.engine import predicting
 from cpflare.errors import DataError
+from cpflare.files import one_line
 from cpflare.models import Backbone
 from cpflare.parallel.comm import Communicator
 from cpflare.precision import autocast
@@ -99,5 +100,5 @@ def load_weights(model: Backbone, path: Path) -> None:
     try:
         model.load_state_dict(load_file(path))
     except (SafetensorError, RuntimeError, OSError) as error:
-        line = " ".join(str(error).split())
+        line = one_line(error)
         raise DataError(f"weights {path} do not fit the run's configuration ({line})") from error

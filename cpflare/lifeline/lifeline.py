@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from cpflare.errors import TopologyError
+from cpflare.files import written_aside
 from cpflare.lifeline.hub import FAILED, Hub, print_error
 from cpflare.lifeline.wire import Wire
 
@@ -176,9 +177,8 @@ class Lifeline:
     def write_status(self, status: int) -> None:
         """Leave the exit status in `status_file`, where one is wanted. Rank 0 alone does it."""
         if self.status_file is not None and self.rank == 0:
-            aside = self.status_file.with_name(f".{self.status_file.name}.partial")
-            aside.write_text(f"{status}\n")
-            aside.replace(self.status_file)
+            with written_aside(self.status_file) as aside:
+                aside.write_text(f"{status}\n")
 
     # ---- the line's thread ------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cpflare.errors import CpflareError, NonFiniteError
+from cpflare.files import one_line
 from cpflare.lifeline.hub import FAILED, print_error
 from cpflare.lifeline.lifeline import own_lifeline
 from cpflare.parallel.comm import Communicator
@@ -152,5 +153,5 @@ def _end_alone(error: BaseException, status: int, *, show: bool) -> None:
         text = f"{type(error).__name__}: {text}"
     where = [f"[rank {lifeline.rank}]"] if lifeline.connected else []
     where += [f"{lifeline.place}:"] if lifeline.place else []
-    message = " ".join([*where, " ".join(text.split())[:_LONGEST_MESSAGE]])
+    message = " ".join([*where, one_line(text, _LONGEST_MESSAGE)])
     lifeline.fail(message, status, late=_may_be_anothers(error))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from typing import Any
 import yaml
 
 from cpflare.errors import DataError
+from cpflare.files import one_line, written_aside
+from cpflare.models.mixers import mixer_title
 from cpflare.report.curves import History, draw_curve, draw_evaluations, read_history
 from cpflare.report.plots import draw_parity
 from cpflare.report.style import CSS
@@ -65,9 +66,8 @@ def write_report(run_dir: Path, predictions: Path | None = None) -> Path:
         f"<style>{CSS}</style>\n</head>\n<body>\n<main>\n{''.join(body)}</main>\n</body>\n</html>\n"
     )
     path = run_dir / "report.html"
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(page, encoding="utf-8")
-    os.replace(aside, path)
+    with written_aside(path) as aside:
+        aside.write_text(page, encoding="utf-8")
     return path
 
 
@@ -82,7 +82,7 @@ def _read_config(run_dir: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+        raise DataError(f"{path} is damaged: {one_line(error)}") from error
     if not isinstance(config, dict):
         raise DataError(f"{path} holds {type(config).__name__}; a mapping of sections is needed")
     return config
@@ -127,9 +127,7 @@ def _get(config: Mapping[str, Any], dotted: str, default: Any = None) -> Any:
 
 
 def _header(run_dir: Path, config: Mapping[str, Any]) -> str:
-    mixer = {"flare": "FLARE", "flarepp": "FLARE++"}.get(
-        str(_get(config, "model.mixer")), str(_get(config, "model.mixer", "model"))
-    )
+    mixer = mixer_title(str(_get(config, "model.mixer", "model")))
     parts = [
         f"{_get(config, f'model.{key}')} {key}"
         for key in ("blocks", "channels", "heads", "latents")

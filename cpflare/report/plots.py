@@ -6,13 +6,14 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpflare.errors import DataError
 from cpflare.fields import Axes
+from cpflare.files import one_line
 from cpflare.report.curves import GRID, INK, MUTED, SERIES, new_axes, to_svg
 
 Array = NDArray[Any]
@@ -34,83 +35,78 @@ def render_comparison(vtp: Path, array: str | Sequence[str], png: Path) -> None:
     Raises:
         DataError: the file cannot be read, or lacks the prediction or the error of `array`.
     """
-    import matplotlib
     import pyvista as pv
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     vtp, png = Path(vtp), Path(png)
     names = (array,) if isinstance(array, str) else tuple(array)
     mesh = _read(vtp)
     description = _describe(mesh)
     truth, prediction, error, is_vector, on_cells = _columns(vtp, mesh, names)
-    low, high = np.percentile(truth, [0.5, 99.5])
-    bound = float(np.percentile(np.abs(error), 99.5)) or 1.0
-    norm = Normalize(float(low), float(high) if high > low else float(low) + 1.0)
-    error_norm = Normalize(0.0 if is_vector else -bound, bound)
-    error_map = "magma_r" if is_vector else "RdBu_r"
-    panels = (
-        ("Truth", truth, norm, "viridis"),
-        ("Prediction", prediction, norm, "viridis"),
-        (
-            f"Error ({'magnitude of the difference' if is_vector else 'prediction − truth'})",
-            error,
-            error_norm,
-            error_map,
-        ),
-    )
+    panels = _panels(truth, prediction, error, is_vector)
     axes_map = (description.get("field_map") or {}).get("axes")
     surface = pv.PolyData()
     surface.CopyStructure(mesh)
-    for title, values, _, _ in panels:
+    for panel in panels:
         data = surface.cell_data if on_cells else surface.point_data
-        data[title] = values.astype(np.float32)
+        data[panel.title] = panel.values.astype(np.float32)
     surface = _simplify(surface)
 
     figure = Figure(figsize=(13.5, 5.6), facecolor="white")
-    grid = figure.add_gridspec(
-        3,
-        3,
-        height_ratios=(1, 1, 0.045),
-        hspace=0.02,
-        wspace=0.02,
-        left=0.015,
-        right=0.985,
-        top=0.93,
-        bottom=0.13,
-    )
-    for column, (title, _, scale, colours) in enumerate(panels):
-        images = _render(surface, title, scale, colours, axes_map)
-        for row, image in enumerate(images):
+    margins = {"left": 0.015, "right": 0.985, "top": 0.93, "bottom": 0.13}
+    ratios = (1, 1, 0.045)
+    grid = figure.add_gridspec(3, 3, height_ratios=ratios, hspace=0.02, wspace=0.02, **margins)
+    for column, panel in enumerate(panels):
+        for row, image in enumerate(_render(surface, panel, axes_map)):
             axes = figure.add_subplot(grid[row, column])
             axes.imshow(image)
             axes.set_axis_off()
             if row == 0:
-                axes.set_title(title, fontsize=13)
-    name, unit = ", ".join(names), _unit(names, description)
-    label, error_label = (
-        (f"|{name}|{unit}", f"|error of {name}|{unit}")
-        if is_vector
-        else (f"{name}{unit}", f"error of {name}{unit}")
-    )
-    for columns, scale, colours, text in (
-        (slice(0, 2), norm, "viridis", label),
-        (2, error_norm, error_map, error_label),
-    ):
-        inner = grid[2, columns].subgridspec(1, 3, width_ratios=(0.12, 1, 0.12))[0, 1]
-        bar = figure.colorbar(
-            ScalarMappable(scale, matplotlib.colormaps[colours]),
-            cax=figure.add_subplot(inner),
-            orientation="horizontal",
-            extend="both" if scale.vmin != 0.0 else "max",
-        )
-        bar.set_label(text, fontsize=11)
-        bar.locator = MaxNLocator(4)
-        bar.outline.set_visible(False)
+                axes.set_title(panel.title, fontsize=13)
+    name, unit, bar = ", ".join(names), _unit(names, description), "|" if is_vector else ""
+    _add_colour_bar(figure, grid[2, :2], panels[0], f"{bar}{name}{bar}{unit}")
+    _add_colour_bar(figure, grid[2, 2], panels[2], f"{bar}error of {name}{bar}{unit}")
     png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, dpi=110, format="png")
+
+
+class _Panel(NamedTuple):
+    title: str
+    values: Array
+    scale: Any  # matplotlib's Normalize
+    colours: str
+
+
+def _panels(truth: Array, prediction: Array, error: Array, is_vector: bool) -> list[_Panel]:
+    from matplotlib.colors import Normalize
+
+    low, high = np.percentile(truth, [0.5, 99.5])
+    bound = float(np.percentile(np.abs(error), 99.5)) or 1.0
+    shared = Normalize(float(low), float(high) if high > low else float(low) + 1.0)
+    own = Normalize(0.0 if is_vector else -bound, bound)
+    kind = "magnitude of the difference" if is_vector else "prediction − truth"
+    return [
+        _Panel("Truth", truth, shared, "viridis"),
+        _Panel("Prediction", prediction, shared, "viridis"),
+        _Panel(f"Error ({kind})", error, own, "magma_r" if is_vector else "RdBu_r"),
+    ]
+
+
+def _add_colour_bar(figure: Any, place: Any, panel: _Panel, label: str) -> None:
+    import matplotlib
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.ticker import MaxNLocator
+
+    inner = place.subgridspec(1, 3, width_ratios=(0.12, 1, 0.12))[0, 1]
+    bar = figure.colorbar(
+        ScalarMappable(panel.scale, matplotlib.colormaps[panel.colours]),
+        cax=figure.add_subplot(inner),
+        orientation="horizontal",
+        extend="both" if panel.scale.vmin != 0.0 else "max",
+    )
+    bar.set_label(label, fontsize=11)
+    bar.locator = MaxNLocator(4)
+    bar.outline.set_visible(False)
 
 
 def fields_to_draw(vtp: Path) -> dict[str, tuple[str, ...]]:
@@ -140,9 +136,7 @@ def _read(path: Path, *, only_names: bool = False) -> Any:
     try:
         mesh = pv.read(path)
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"prediction {path} cannot be read: {' '.join(str(error).split())}"
-        ) from error
+        raise DataError(f"prediction {path} cannot be read: {one_line(error)}") from error
     if not isinstance(mesh, pv.PolyData) or (mesh.n_cells == 0 and not only_names):
         raise DataError(f"prediction {path} holds no surface; predict this case again")
     return mesh
@@ -200,7 +194,7 @@ def _unit(names: Sequence[str], description: Mapping[str, Any]) -> str:
 def _simplify(surface: Any) -> Any:
     """Merge the cells of a large surface that fall into one pixel, keeping one's values.
 
-    Drawing 8 million cells without a graphics card takes minutes, and a panel has 300,000 pixels.
+    Without a graphics card all cells take long to draw, and a panel has fewer pixels than that.
     """
     import pyvista as pv
     from vtkmodules.vtkFiltersCore import vtkBinnedDecimation, vtkTriangleFilter
@@ -223,9 +217,7 @@ def _simplify(surface: Any) -> Any:
     return pv.wrap(merged.GetOutput())
 
 
-def _render(
-    surface: Any, scalars: str, norm: Any, colours: str, axes_map: Sequence[str] | None
-) -> list[Array]:
+def _render(surface: Any, panel: _Panel, axes_map: Sequence[str] | None) -> list[Array]:
     """Render both views of a surface coloured by one of its arrays, cropped to the body."""
     import pyvista as pv
 
@@ -234,9 +226,9 @@ def _render(
     try:
         plotter.add_mesh(
             surface,
-            scalars=scalars,
-            cmap=colours,
-            clim=(norm.vmin, norm.vmax),
+            scalars=panel.title,
+            cmap=panel.colours,
+            clim=(panel.scale.vmin, panel.scale.vmax),
             show_scalar_bar=False,
             ambient=0.35,
             diffuse=0.7,

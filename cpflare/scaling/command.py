@@ -16,6 +16,7 @@ import torch
 
 from cpflare.arguments import Parser
 from cpflare.errors import ConfigError
+from cpflare.files import one_line
 from cpflare.scaling.efficiency import summarise
 from cpflare.scaling.plots import write_study
 from cpflare.scaling.run import Protocol, grid, run_study
@@ -115,8 +116,7 @@ def read_plan(path: Path) -> dict[str, Any]:
     try:
         plan = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        line = " ".join(str(error).split())
-        raise ConfigError(f"study file {path} cannot be read ({line})") from error
+        raise ConfigError(f"study file {path} cannot be read ({one_line(error)})") from error
     if not isinstance(plan, dict) or not isinstance(plan.get("grids"), list):
         raise ConfigError(f"study file {path} needs a list 'grids:' of models, tokens and ranks")
     _known(path, plan, {"title", "protocol", "grids"})

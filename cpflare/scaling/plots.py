@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from cpflare.files import written_aside
 from cpflare.report.style import CSS
 from cpflare.scaling.efficiency import Row, summarise
 from cpflare.scaling.study import Study
@@ -28,7 +28,6 @@ _IDEAL = "#8a929c"
 def write_study(study: Study, folder: Path) -> list[Path]:
     """Write study.csv, study.md, study.png and study.html beside study.json; returns the paths."""
     rows = summarise(study)
-    folder.mkdir(parents=True, exist_ok=True)
     picture = draw_study(rows)
     texts = {
         "study.csv": to_csv(rows).encode(),
@@ -39,9 +38,8 @@ def write_study(study: Study, folder: Path) -> list[Path]:
     paths = []
     for name, data in texts.items():
         path = folder / name
-        aside = folder / f".{name}.partial"
-        aside.write_bytes(data)
-        os.replace(aside, path)
+        with written_aside(path) as aside:
+            aside.write_bytes(data)
         paths.append(path)
     return paths
 

@@ -1,9 +1,9 @@
 """Waits for a machine to be quiet: what others take from its processors meets no measured turn.
 
 On a shared machine the processors and caches of a study are not its own. A neighbour behind the
-same cache or memory slows a step by a third without a trace in the load or in the stolen time of
-this machine. A probe of fixed work finds it. What is measured has no part in the judgement, which
-is the same for all points, so that it favours none of them.
+same cache or memory slows a step (`studies/notes.md`) without a trace in the load or in the stolen
+time of this machine. A probe of fixed work finds it. What is measured has no part in the judgement,
+which is the same for all points, so that it favours none of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 _ROWS, _CHANNELS, _REPEATS = 100_000, 64, 7
-"""The probe's arrays are larger than the caches, as a step's are, and it ends in 0.2 s."""
+"""The probe's arrays are larger than the caches, as a step's are, and it ends soon."""
 _FIRST_PROBES, _FIRST_PAUSE_S = 30, 0.2
 """A quiet moment is likely to be among them."""
 _PAUSE_S = 2.0

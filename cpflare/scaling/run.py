@@ -251,9 +251,9 @@ class Group:
     def take_turn(self, what: int, steps: int, deadline: float) -> float:
         """Let the point do some steps; the median of their seconds. Then it sleeps.
 
-        Gloo's threads wake a hundred times a second even in a rank that waits. Awake, the ranks of
-        three waiting points took 0.3 s of 20 processor seconds: from a point with a rank on every
-        core, and not from the single rank that it is compared with, which leaves a core to them.
+        Gloo's threads wake even in a rank that waits (`studies/notes.md`): their time would be that
+        of a point with a rank on every core, and not of the single rank that it is compared with,
+        which leaves a core to them.
         """
         self._tell(what, steps)
         samples = self._receive(deadline, "samples")

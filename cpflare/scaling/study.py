@@ -16,6 +16,7 @@ import torch
 
 from cpflare.config import Config, load_config
 from cpflare.errors import ConfigError, DataError
+from cpflare.files import one_line, written_aside
 
 SCHEMA = 1
 METHODS = ("ours", "textbook", "per_parameter", "gather", "ddp", "separate")
@@ -127,12 +128,10 @@ class Study:
 
     def save(self, path: Path) -> None:
         """Write the study, aside first, so that a file is whole or absent."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         values = {"schema": SCHEMA, **dataclasses.asdict(self)}
         values["records"] = list(self.records.values())
-        aside = path.with_name(f".{path.name}.partial")
-        aside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        os.replace(aside, path)
+        with written_aside(path) as aside:
+            aside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Study:
@@ -150,8 +149,9 @@ class Study:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, DataError):
                 raise
-            line = " ".join(str(error).split())
-            raise DataError(f"study {path} is damaged ({line}); measure it again") from error
+            raise DataError(
+                f"study {path} is damaged ({one_line(error)}); measure it again"
+            ) from error
 
     @classmethod
     def resume(cls, path: Path, protocol: dict[str, Any], title: str, command: str) -> Study:

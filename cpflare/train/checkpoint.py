@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
-import os
 import re
-import shutil
-import textwrap
 import threading
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from cpflare.errors import DataError
+from cpflare.files import checksum, leftovers, one_line, remove, written_aside
 
 logger = logging.getLogger("cpflare")
 
@@ -55,37 +52,20 @@ def save_checkpoint(
         DataError: the disk is full or the folder cannot be written; nothing half-written stays.
     """
     target = step_dir(directory, step)
-    aside = directory / f".{target.name}.partial"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
+    what, mend = f"checkpoint {target}", "free some space or set run.dir to another disk"
+    with written_aside(target, durable=True, what=what, mend=mend) as aside:
         aside.mkdir()
-        _write_bytes(aside / _MODEL, _serialise(model))
+        (aside / _MODEL).write_bytes(_serialise(model))
         with (aside / _OPTIMIZER).open("wb") as file:
-            torch.save(optimizer, file)
-        checksums = {name: _checksum(aside / name) for name in (_MODEL, _OPTIMIZER)}
+            _save(optimizer, file)
+        checksums = {name: checksum(aside / name) for name in (_MODEL, _OPTIMIZER)}
         content = {**state, "step": step, "checksums": checksums}
         (aside / _STATE).write_text(json.dumps(content, indent=1))
-        for path in (aside / _MODEL, aside / _OPTIMIZER, aside / _STATE, aside):
-            _flush(path)
-        if target.is_dir():  # a folder cannot be replaced by renaming
-            replaced = directory / f".{target.name}.replaced.partial"
-            shutil.rmtree(replaced, ignore_errors=True)
-            target.rename(replaced)
-        aside.rename(target)
-        _write_text(directory / _LATEST, target.name + "\n")
-        _flush(directory)
-    except (OSError, RuntimeError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise DataError(
-            f"checkpoint {target} cannot be written ({' '.join(str(error).split())}); free some "
-            "space or set run.dir to another disk"
-        ) from error
+    _point_at(target)
     spared = {step_dir(directory, step) for step in [state.get("best_step")] if step is not None}
     old = [path for path in _complete(directory)[keep:] if path not in spared]
-    for path in [*old, *directory.glob(".step_*.partial")]:
-        # One that cannot be removed now is tried again after the next write.
-        shutil.rmtree(path, ignore_errors=True)
+    for path in [*old, *leftovers(directory)]:
+        remove(path)  # one that cannot be removed now is tried again after the next write
     return target
 
 
@@ -180,10 +160,8 @@ def snapshot(value: Any) -> Any:
 
 def find_checkpoint(directory: Path) -> tuple[Path | None, list[str]]:
     """The newest complete and undamaged checkpoint, and a notice for each newer one passed over."""
-    notices = [
-        f"the write of {directory / left.name.removesuffix('.partial')[1:]} was cut short"
-        for left in sorted(directory.glob(".step_*.partial"))
-    ]
+    names = {match[0]: None for path in leftovers(directory) if (match := _NAME.search(path.name))}
+    notices = [f"the write of {directory / name} was cut short" for name in names]
     for path in _complete(directory):
         try:
             _verify(path)
@@ -208,7 +186,7 @@ def load_checkpoint(
         weights = load_file(path / _MODEL, device=str(device))
         optimizer = torch.load(path / _OPTIMIZER, map_location=device, weights_only=True)
     except Exception as error:  # the two libraries raise many kinds for a file they cannot read
-        line = textwrap.shorten(str(error), 200)
+        line = one_line(error, 200)
         raise DataError(f"checkpoint {path} cannot be read ({line}); delete it") from error
     if not isinstance(optimizer, dict):
         raise DataError(f"checkpoint {path}: {_OPTIMIZER} is none of this program's; delete it")
@@ -224,7 +202,7 @@ def set_aside(directory: Path, after_step: int, aside: Path) -> list[Path]:
             moved.append(path.rename(aside / path.name))
     rest = _complete(directory)
     if moved and rest:
-        _write_text(directory / _LATEST, rest[0].name + "\n")
+        _point_at(rest[0])
     elif moved:
         (directory / _LATEST).unlink(missing_ok=True)
     return moved
@@ -236,26 +214,29 @@ def write_weights(path: Path, model: Mapping[str, Tensor]) -> None:
     Raises:
         DataError: the disk is full or the folder cannot be written.
     """
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        _write_bytes(aside, _serialise(model))
-        _flush(aside)
-        aside.replace(path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise DataError(
-            f"weights {path} cannot be written ({error}); free some space and start again"
-        ) from error
+    mend = "free some space and start again"
+    with written_aside(path, durable=True, what=f"weights {path}", mend=mend) as aside:
+        aside.write_bytes(_serialise(model))
 
 
 def _serialise(model: Mapping[str, Tensor]) -> bytes:
-    # One storage may stand under two names; safetensors wants each tensor by itself.
+    # One storage may stand under two names; safetensors wants each tensor by itself. Its own writer
+    # would not say whether the disk is full.
     return save({name: value.detach().cpu().contiguous() for name, value in model.items()})
 
 
-def _write_bytes(path: Path, data: bytes) -> None:
-    # Not by the libraries' own writers: their errors do not say whether the disk is full.
-    path.write_bytes(data)
+def _save(values: Mapping[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(values, file)
+    except RuntimeError as error:  # behind which torch hides what the system said
+        hidden = error.__context__
+        raise (hidden if isinstance(hidden, OSError) else OSError(str(error))) from None
+
+
+def _point_at(checkpoint: Path) -> None:
+    """Name the newest checkpoint in a file beside it."""
+    with written_aside(checkpoint.with_name(_LATEST), durable=True) as aside:
+        aside.write_text(checkpoint.name + "\n")
 
 
 def _complete(directory: Path) -> list[Path]:
@@ -275,10 +256,9 @@ def _verify(path: Path) -> dict[str, Any]:
             raise ValueError(f"{_STATE} is longer than {_LONGEST_STATE} bytes")
         state: dict[str, Any] = json.loads((path / _STATE).read_text())
         checksums = dict(state["checksums"])
-        damaged = [n for n in (_MODEL, _OPTIMIZER) if _checksum(path / n) != checksums[n]]
+        damaged = [n for n in (_MODEL, _OPTIMIZER) if checksum(path / n) != checksums[n]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        line = " ".join(str(error).split())
-        raise DataError(f"checkpoint {path} is damaged ({line}); delete it") from error
+        raise DataError(f"checkpoint {path} is damaged ({one_line(error)}); delete it") from error
     if damaged:
         raise DataError(f"checkpoint {path}: {damaged[0]} is damaged (its checksum differs)")
     return state
@@ -293,23 +273,3 @@ def _require_plain_zip(path: Path) -> None:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > entry.compress_size:
                 raise ValueError(f"{entry.filename} in {path.name} is compressed")
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_text(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(text)
-    _flush(aside)
-    aside.replace(path)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -16,10 +15,10 @@ import torch
 from cpflare.config import Config
 from cpflare.data.loader import ShardReader, Step, prefetch
 from cpflare.data.normalize import Normalizer
-from cpflare.data.sampler import Sampler, Window
+from cpflare.data.sampler import Sampler
 from cpflare.data.store import Store
 from cpflare.errors import ConfigError, DataError
-from cpflare.evaluate.predict import Inference
+from cpflare.files import one_line
 from cpflare.parallel.grad_sync import broadcast_parameters, require_agreement
 from cpflare.parallel.runtime import Stopped, agreed
 from cpflare.parallel.topology import Topology
@@ -42,7 +41,7 @@ from cpflare.train.run_dir import (
     write_config,
 )
 from cpflare.train.step import Learner
-from cpflare.train.validate import validate, validation_windows
+from cpflare.train.validate import StopInEvaluation, Validation
 
 logger = logging.getLogger("cpflare")
 
@@ -55,8 +54,8 @@ class Trainer:
         train = config.train
         self.run_dir = Path(config.run.dir)
         self.train_cases = _split_cases(store, config.data.train_split, "data.train_split")
-        self.val_cases = _split_cases(store, config.data.val_split, "data.val_split", empty=True)
-        check_fields(store, [*self.train_cases, *self.val_cases], config)
+        val_cases = _split_cases(store, config.data.val_split, "data.val_split", empty=True)
+        check_fields(store, [*self.train_cases, *val_cases], config)
         self.cases_per_step = train.cases_per_step or topology.dp
         if self.cases_per_step % topology.dp:
             multiple = topology.dp * (self.cases_per_step // topology.dp + 1)
@@ -73,6 +72,7 @@ class Trainer:
         self.normalizer = Normalizer.from_statistics(config, store.statistics)
         dtype = weight_dtype(train.precision)
         self.reader = ShardReader(store, self.normalizer, dtype, topology.cp, topology.cp_rank)
+        self.validation = Validation(config, self.reader, val_cases, topology)
         self.learner = Learner(
             config, topology, cases_per_step=self.cases_per_step, total_steps=self.total_steps
         )
@@ -138,10 +138,9 @@ class Trainer:
             self.learner.load(weights, optimizer)
             self.progress = Progress(**state["progress"])
         except (KeyError, TypeError, RuntimeError, AttributeError, IndexError) as error:
-            line = " ".join(str(error).split())
             raise DataError(
-                f"checkpoint {path} does not fit this model ({line}); delete it, or start anew "
-                "with train.resume=never"
+                f"checkpoint {path} does not fit this model ({one_line(error)}); delete it, or "
+                "start anew with train.resume=never"
             ) from error
 
     def _identity(self) -> dict[str, Any]:
@@ -161,29 +160,25 @@ class Trainer:
         Raises:
             Stopped: a signal asked for it; a checkpoint of the steps done is on the disk.
         """
-        with ExitStack() as held:
-            with agreed(self.topology.world_comm):
-                if self.topology.rank == 0:
-                    held.enter_context(hold_run(self.run_dir))
-            if self.start():
-                self._run_on()
-
-    def _run_on(self) -> None:
         topology = self.topology
-        reporter = Reporter(
-            self.run_dir,
-            rank=topology.rank,
-            first_step=self.progress.step,
-            total_steps=self.total_steps,
-            tensorboard=self.config.train.tensorboard,
-        )
-        topology.lifeline.before_exit.append(self.writer.wait)
-        try:
-            self._run(reporter)
-        finally:
-            reporter.close()
+        with ExitStack() as held:
+            with agreed(topology.world_comm):
+                if topology.rank == 0:
+                    held.enter_context(hold_run(self.run_dir))
+            if not self.start():
+                return
+            reporter = Reporter(
+                self.run_dir,
+                rank=topology.rank,
+                first_step=self.progress.step,
+                total_steps=self.total_steps,
+                tensorboard=self.config.train.tensorboard,
+            )
+            held.enter_context(closing(reporter))
+            topology.lifeline.before_exit.append(self.writer.wait)
+            self._take_steps(reporter)
 
-    def _run(self, reporter: Reporter) -> None:
+    def _take_steps(self, reporter: Reporter) -> None:
         topology, lifeline = self.topology, self.topology.lifeline
         steps = prefetch(
             self.reader.read,
@@ -262,7 +257,7 @@ class Trainer:
         if last or (train.eval_every and done % train.eval_every == 0):
             try:
                 improved = self.evaluate(reporter, whole=last)
-            except _StopInEvaluation as stop:
+            except StopInEvaluation as stop:
                 self._stop(reporter, stop.why)
         self.progress.evaluated = done
         due = train.checkpoint_every and done % train.checkpoint_every == 0
@@ -271,46 +266,12 @@ class Trainer:
 
     def evaluate(self, reporter: Reporter, *, whole: bool) -> bool:
         """Errors on the validation split; whether they are the best so far. Collective."""
-        if not self.val_cases:
+        if not self.validation.cases:
             return False
-        train = self.config.train
-        windows, is_sub = validation_windows(
-            self.val_cases,
-            [self.store.rows[name] for name in self.val_cases],
-            seed=train.seed,
-            max_cases=0 if whole else train.eval_cases,
-            tokens="all" if whole else train.eval_tokens,
-        )
-        start = time.perf_counter()
         with self.learner.evaluating():
-            values = validate(
-                self.learner.model,
-                self.reader,
-                windows,
-                self.topology,
-                Inference(self.topology.device, train.precision, self.config.engine),
-                self._before_evaluation_of,
-            )
-        suffix = "_sub" if is_sub else ""
-        event = {
-            "kind": "eval",
-            "step": self.progress.step,
-            "cases": [window.case for window in windows],
-            "tokens": sum(window.size for window in windows),
-            "eval_s": time.perf_counter() - start,
-            **{f"{name}{suffix}": value for name, value in values.items()},
-        }
-        targets = self.normalizer.targets
-        reporter.evaluation(event, [f"{name}_rel_l2{suffix}" for name in targets])
-        first = "pressure" if "pressure" in targets else targets[0]
-        return self.progress.improve(values[f"{first}_rel_l2"], is_sub)
-
-    def _before_evaluation_of(self, window: Window) -> None:
-        lifeline = self.topology.lifeline
-        lifeline.place = f"evaluation after step {self.progress.step}, case {window.case}"
-        why = lifeline.safe_point()
-        if why is not None:
-            raise _StopInEvaluation(why)
+            found = self.validation.evaluate(self.learner.model, self.progress.step, whole=whole)
+        reporter.evaluation(found.event, found.shown)
+        return self.progress.improve(found.score, found.is_sub)
 
     def save(self, reporter: Reporter, *, last: bool = False) -> None:
         """Let rank 0 write a checkpoint in the background; wait for it if it is the last.
@@ -332,14 +293,6 @@ class Trainer:
         if last:
             with agreed(self.topology.world_comm):
                 self.writer.finish()
-
-
-class _StopInEvaluation(Exception):
-    """Leaves an evaluation half-way, on all ranks before the same case."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.why = why
 
 
 def train(config: Config, topology: Topology) -> None:

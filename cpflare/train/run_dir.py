@@ -9,7 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from cpflare.config import Config, config_from_dict
 from cpflare.data.normalize import Normalizer
 from cpflare.data.store import Store
 from cpflare.errors import ConfigError, DataError
+from cpflare.files import leftovers, one_line, remove, writing, written_aside
 
 logger = logging.getLogger("cpflare")
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 """What file systems without locks on folders answer: there the user must take care."""
+_MEND = "name another folder"
 
 CONFIG, METRICS, WEIGHTS, CHECKPOINTS = (
     "config.yaml",
@@ -56,11 +58,9 @@ def hold_run(run_dir: Path) -> Iterator[None]:
         ConfigError: the folder cannot be made.
         DataError: another training holds it.
     """
-    try:
+    with writing(f"run.dir={run_dir}", _MEND, ConfigError):
         run_dir.mkdir(parents=True, exist_ok=True)
         handle = os.open(run_dir, os.O_RDONLY)
-    except OSError as error:
-        raise _not_writable(run_dir, error) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -73,6 +73,9 @@ def hold_run(run_dir: Path) -> Iterator[None]:
             os.close(handle)
             raise
     try:
+        for name in (CONFIG, METRICS, WEIGHTS):
+            for path in leftovers(run_dir, name):
+                remove(path)
         yield
     finally:
         os.close(handle)
@@ -97,19 +100,9 @@ def write_config(run_dir: Path, config: Config, dataset: Mapping[str, Any]) -> N
         ConfigError: the folder cannot be made or written.
     """
     content = {**config.to_dict(), "dataset": dict(dataset)}
-    aside = run_dir / f".{CONFIG}.partial"
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+    what = f"run.dir={run_dir}"
+    with written_aside(run_dir / CONFIG, what=what, mend=_MEND, kind=ConfigError) as aside:
         aside.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-        aside.replace(run_dir / CONFIG)
-    except OSError as error:
-        raise _not_writable(run_dir, error) from error
-
-
-def _not_writable(run_dir: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"run.dir={run_dir} cannot be written ({error.strerror}); name another folder"
-    )
 
 
 def read_run(run_dir: Path) -> RunDescription:
@@ -126,8 +119,9 @@ def read_run(run_dir: Path) -> RunDescription:
         dataset = content.pop("dataset")
         normalizer = Normalizer.from_dict(dataset["normalizer"])
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
-        line = " ".join(str(error).split())
-        raise DataError(f"{path} is damaged ({line}); train again or restore it") from error
+        raise DataError(
+            f"{path} is damaged ({one_line(error)}); train again or restore it"
+        ) from error
     return RunDescription(config_from_dict(content), normalizer, dataset)
 
 
@@ -149,9 +143,8 @@ class MetricsLog:
                     continue  # the line that the interruption cut short
                 if event.get("step", 0) <= keep_up_to_step:
                     kept.append(line)
-        aside = run_dir / f".{METRICS}.partial"
-        aside.write_text("".join(f"{line}\n" for line in kept))
-        aside.replace(self.path)
+        with written_aside(self.path) as aside:
+            aside.write_text("".join(f"{line}\n" for line in kept))
         self._file = self.path.open("ab", buffering=0)
         self._size = self.path.stat().st_size
         self._waiting = b""
@@ -195,11 +188,6 @@ class MetricsLog:
         Raises:
             DataError: the disk has no room for the last lines.
         """
-        try:
+        mend = "free some space, the last lines are lost"
+        with closing(self._file), writing(str(self.path), mend):
             self._append()
-        except OSError as error:
-            raise DataError(
-                f"{self.path} cannot be written ({error}); free some space, the last lines are lost"
-            ) from error
-        finally:
-            self._file.close()

@@ -7,9 +7,9 @@ import math
 import resource
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,27 @@ logger = logging.getLogger("cpflare")
 _OVERFLOWS_IN_A_ROW = 50
 """fp16 steps that may overflow one after another, while the loss scale is falling, before it is an
 error: from 2^16 to 1 the scale halves 16 times."""
+
+
+class StepSums(NamedTuple):
+    """What rides along with the gradients and is equal on every rank after their sum."""
+
+    loss: float
+    peak_bytes: int  # of the rank with the most
+    culprits: list[int]  # the ranks whose own loss or gradient is not finite
+
+    @staticmethod
+    def pack(loss: Tensor, peak_bytes: int, non_finite: Tensor, topology: Topology) -> Tensor:
+        """This rank's share as one vector, of scalars `loss` and `non_finite`.  [1 + 2 ranks]"""
+        peaks, flags = loss.new_zeros(2, topology.world_size)
+        peaks[topology.rank], flags[topology.rank] = peak_bytes, non_finite
+        return torch.cat([loss[None], peaks, flags])
+
+    @classmethod
+    def unpack(cls, total: Tensor) -> StepSums:
+        """The record of the summed shares."""
+        peaks, flags = total[1:].reshape(2, -1)
+        return cls(float(total[0]), int(peaks.max()), flags.nonzero()[:, 0].tolist())
 
 
 class Learner:
@@ -60,26 +81,24 @@ class Learner:
         topology = self.topology
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        dtype = weight_dtype(self.config.precision)
-        ranks = topology.world_size
-        extras = torch.zeros(1 + 2 * ranks, dtype=dtype, device=topology.device)
+        share = torch.zeros((), dtype=weight_dtype(self.config.precision), device=topology.device)
         for sample in step.samples:
-            extras[0] += self._accumulate(sample, step.number).to(dtype)
-        extras[1 + topology.rank] = _peak_bytes(topology.device) / 2**20
-        extras[1 + ranks + topology.rank] = self._is_non_finite(extras[0])
-        total = sum_gradients(self.model.parameters(), topology.world_comm, extras)
+            share += self._accumulate(sample, step.number).to(share.dtype)
+        own = StepSums.pack(
+            share, _peak_bytes(topology.device), self._is_non_finite(share), topology
+        )
+        total = sum_gradients(self.model.parameters(), topology.world_comm, own)
         assert total is not None
         self.scaler.unscale_(self.optimizer)
         limit = self.config.clip or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-        loss, peak = float(total[0]), int(float(total[1 : 1 + ranks].max()) * 2**20)
-        culprits = total[1 + ranks :].nonzero().flatten().tolist()
+        sums = StepSums.unpack(total)  # the host waits here, with the norm on its way
         lr = float(self.schedule.get_last_lr()[0])
-        self._update(step, loss, norm, culprits)
+        self._update(step, norm, sums)
         step_s = time.perf_counter() - start + step.wait_s
         tokens = sum(window.size for window in step.windows)
         return {
-            "loss": loss,
+            "loss": sums.loss,
             "grad_norm": norm,
             "lr": lr,
             "tokens": tokens,
@@ -87,7 +106,7 @@ class Learner:
             "data_s": step.wait_s,
             "comm_s": _comm_seconds(topology),
             "tokens_per_s": tokens / step_s,
-            "peak_mem_bytes": peak,
+            "peak_mem_bytes": sums.peak_bytes,
         }
 
     def _accumulate(self, sample: Sample, step: int) -> Tensor:
@@ -113,32 +132,33 @@ class Learner:
             .all()
         )
 
-    def _update(self, step: Step, loss: float, norm: float, culprits: Sequence[int]) -> None:
+    def _update(self, step: Step, norm: float, sums: StepSums) -> None:
         """Let the optimiser step, unless loss or gradient is not finite: then stop or skip.
 
-        Both are sums over all ranks and equal on them, so that every rank decides alike. `culprits`
-        are the ranks whose own share was not finite.
+        Both are sums over all ranks and equal on them, so that every rank decides alike.
         """
-        finite = math.isfinite(loss) and math.isfinite(norm)
+        finite = math.isfinite(sums.loss) and math.isfinite(norm)
         # With fp16 an overflow of the scaled gradient is how the loss scale finds its size.
-        overflow = self.scaler.is_enabled() and math.isfinite(loss) and not finite
+        overflow = self.scaler.is_enabled() and math.isfinite(sums.loss) and not finite
         self.overflows = self.overflows + 1 if overflow else 0
         too_many = self.overflows > _OVERFLOWS_IN_A_ROW
         if not finite and self.config.nonfinite == "stop" and (too_many or not overflow):
             cases = ", ".join(window.case for window in step.windows)
-            some = 0 < len(culprits) < self.topology.world_size
-            where = f"[rank {', '.join(map(str, culprits))}] " if some else ""
+            some = 0 < len(sums.culprits) < self.topology.world_size
+            where = f"[rank {', '.join(map(str, sums.culprits))}] " if some else ""
             raise NonFiniteError(
-                f"{where}step {step.number + 1}, case {cases}: loss {loss}, gradient norm {norm}; "
-                "set train.clip, go on past such steps with train.nonfinite=skip, or start anew "
-                "with a lower train.lr"
+                f"{where}step {step.number + 1}, case {cases}: loss {sums.loss}, gradient norm "
+                f"{norm}; set train.clip, go on past such steps with train.nonfinite=skip, or "
+                "start anew with a lower train.lr"
             )
         if finite:
             self.scaler.step(self.optimizer)
             if self.average is not None:
                 self.average.update(self.model)
         elif self.topology.rank == 0:
-            logger.warning("step %d skipped: loss %g, gradient %g", step.number + 1, loss, norm)
+            logger.warning(
+                "step %d skipped: loss %g, gradient %g", step.number + 1, sums.loss, norm
+            )
         self.scaler.update()
         with warnings.catch_warnings():
             # Skipped steps count for the schedule; torch takes a first one for a mistake.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from cpflare.config import Config
 from cpflare.data.loader import ShardReader
 from cpflare.data.sampler import Sampler, Window
 from cpflare.evaluate.metrics import FieldSums, mean_over_cases
@@ -16,57 +18,91 @@ from cpflare.models import Backbone
 from cpflare.parallel.topology import Topology
 
 
-def validation_windows(
-    cases: Sequence[str],
-    num_rows: Sequence[int],
-    *,
-    seed: int,
-    max_cases: int,
-    tokens: int | Literal["all"],
-) -> tuple[list[Window], bool]:
-    """The windows to evaluate, the same at every call, and whether they are less than everything.
+class StopInEvaluation(Exception):
+    """Leaves an evaluation half-way, on all ranks before the same case."""
 
-    `max_cases` 0 stands for all.
-    """
-    count = len(cases) if max_cases == 0 else min(max_cases, len(cases))
-    sampler = Sampler(cases, num_rows, tokens, 1, seed)
-    chosen = [sampler.window(0, cases[i], num_rows[i]) for i in range(count)]
-    return chosen, count < len(cases) or any(w.size < w.num_rows for w in chosen)
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
 
 
-def validate(
-    model: Backbone,
-    reader: ShardReader,
-    windows: Sequence[Window],
-    topology: Topology,
-    inference: Inference,
-    before_case: Callable[[Window], None] = lambda window: None,
-) -> dict[str, float]:
-    """Mean over cases of each field's errors in physical units, equal on all ranks.
+class Evaluation(NamedTuple):
+    """What an evaluation found, equal on all ranks."""
 
-    Replicas share the cases out; the ranks of a CP group share each case's tokens. `before_case` is
-    called on every rank for every window, in order; what it raises ends the evaluation.
-    Communication: the model's reductions, and one all-reduce of the sums of all cases.
+    event: dict[str, Any]  # the line of metrics.jsonl
+    shown: list[str]  # its entries for the log
+    score: float  # what the best checkpoint is chosen by
+    is_sub: bool  # whether less than all cells of all cases was evaluated
 
-    Raises:
-        NonFiniteError: a prediction is NaN or infinite (on all ranks alike).
-        DataError: data that cannot be read.
-    """
-    fields = tuple(reader.normalizer.targets)
-    table = torch.zeros(len(windows), FieldSums(fields).to_vector().size, dtype=torch.float64)
-    for index, window in enumerate(windows):
-        before_case(window)
-        if index % topology.dp != topology.dp_rank:
-            continue
-        predictions = predict_shard(model, reader, window, inference)
-        truth = reader.read_fields(window, (*fields, "area"))
-        sums = FieldSums(fields)
-        sums.add(predictions, truth, truth["area"])
-        table[index] = torch.from_numpy(sums.to_vector())
-    table = topology.world_comm.all_reduce(table.to(topology.device)).cpu()
-    cases = {
-        window.case: FieldSums.from_vector(fields, np.asarray(row)).metrics(window.case)
-        for window, row in zip(windows, table, strict=True)
-    }
-    means = mean_over_cases(cases.values())
-    return {f"{name}_{metric}": v for name, m in means.items() for metric, v in m.items()}
+
+class Validation:
+    """The held-out cases of a run, and how they are evaluated."""
+
+    def __init__(
+        self, config: Config, reader: ShardReader, cases: Sequence[str], topology: Topology
+    ) -> None:
+        self.config, self.reader, self.cases, self.topology = config, reader, cases, topology
+
+    def evaluate(self, model: Backbone, step: int, *, whole: bool) -> Evaluation:
+        """Mean over cases of each field's errors in physical units, after `step` steps.
+
+        Communication: the model's reductions, and one all-reduce of the sums of all cases.
+
+        Raises:
+            StopInEvaluation: a signal asked for it.
+            NonFiniteError: a prediction is NaN or infinite (on all ranks alike).
+            DataError: data that cannot be read.
+        """
+        start = time.perf_counter()
+        windows, is_sub = self._windows(whole)
+        values = self._errors(model, windows, step)
+        suffix = "_sub" if is_sub else ""
+        event = {
+            "kind": "eval",
+            "step": step,
+            "cases": [window.case for window in windows],
+            "tokens": sum(window.size for window in windows),
+            "eval_s": time.perf_counter() - start,
+            **{f"{name}{suffix}": value for name, value in values.items()},
+        }
+        targets = self.reader.normalizer.targets
+        first = "pressure" if "pressure" in targets else targets[0]
+        shown = [f"{name}_rel_l2{suffix}" for name in targets]
+        return Evaluation(event, shown, values[f"{first}_rel_l2"], is_sub)
+
+    def _windows(self, whole: bool) -> tuple[list[Window], bool]:
+        """The windows, the same at every call, and whether they are less than everything."""
+        train, rows = self.config.train, self.reader.store.rows
+        cases = self.cases if whole else self.cases[: train.eval_cases or None]  # 0 stands for all
+        sizes = [rows[name] for name in cases]
+        sampler = Sampler(cases, sizes, "all" if whole else train.eval_tokens, 1, train.seed)
+        windows = [sampler.window(0, case, size) for case, size in zip(cases, sizes, strict=True)]
+        is_sub = len(cases) < len(self.cases) or any(w.size < w.num_rows for w in windows)
+        return windows, is_sub
+
+    def _errors(self, model: Backbone, windows: Sequence[Window], step: int) -> dict[str, float]:
+        """Replicas share the cases out; the ranks of a CP group share each case's tokens."""
+        topology, lifeline = self.topology, self.topology.lifeline
+        train = self.config.train
+        inference = Inference(topology.device, train.precision, self.config.engine)
+        fields = tuple(self.reader.normalizer.targets)
+        table = torch.zeros(len(windows), FieldSums(fields).to_vector().size, dtype=torch.float64)
+        for index, window in enumerate(windows):
+            lifeline.place = f"evaluation after step {step}, case {window.case}"
+            why = lifeline.safe_point()
+            if why is not None:
+                raise StopInEvaluation(why)
+            if index % topology.dp != topology.dp_rank:
+                continue
+            predictions = predict_shard(model, self.reader, window, inference)
+            truth = self.reader.read_fields(window, (*fields, "area"))
+            sums = FieldSums(fields)
+            sums.add(predictions, truth, truth["area"])
+            table[index] = torch.from_numpy(sums.to_vector())
+        table = topology.world_comm.all_reduce(table.to(topology.device)).cpu()
+        cases = {
+            window.case: FieldSums.from_vector(fields, np.asarray(row)).metrics(window.case)
+            for window, row in zip(windows, table, strict=True)
+        }
+        means = mean_over_cases(cases.values())
+        return {f"{name}_{metric}": v for name, m in means.items() for metric, v in m.items()}

@@ -6,7 +6,6 @@ the parameters beside it. A case is a function of (seed, case number) alone, at 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from cpflare.errors import DataError
+from cpflare.files import written_aside
 from data_prep.cars.bodies import GROUND, Body, Shape, draw_shape
 from data_prep.cars.body_mesh import (
     PAIR_SHARES,
@@ -249,6 +249,5 @@ def _write_tables(folder: Path, case: int, shape: Shape, area: float, loads: Loa
 
 
 def _write_csv(path: Path, separator: str, names: list[str], values: list[str]) -> None:
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(separator.join(names) + "\n" + separator.join(values) + "\n")
-    os.replace(aside, path)
+    with written_aside(path) as aside:
+        aside.write_text(separator.join(names) + "\n" + separator.join(values) + "\n")

@@ -7,7 +7,6 @@ one XML file as uncompressed inline base64 (single-quoted attributes, UInt64 hea
 from __future__ import annotations
 
 import base64
-import os
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cpflare.files import written_aside
 
 # A multiple of 3, so that base64 needs no padding between pieces.
 _PIECE_BYTES: Final = 3 << 20
@@ -82,8 +83,7 @@ class SurfaceWriter:
         self._spools[name].write(np.ascontiguousarray(values, dtype=np.dtype(dtype)).data)
 
     def _finish(self) -> None:
-        aside = self._path.with_name(self._path.name + ".part")
-        with aside.open("wb") as out:
+        with written_aside(self._path) as aside, aside.open("wb") as out:
             out.write(
                 b"<?xml version='1.0'?>\n"
                 b"<VTKFile type='PolyData' version='1.0' byte_order='LittleEndian'"
@@ -105,7 +105,6 @@ class SurfaceWriter:
             for name, components in self._fields.items():
                 self._copy(out, name, name, "Float32", components)
             out.write(b"</CellData>\n</Piece>\n</PolyData>\n</VTKFile>\n")
-        os.replace(aside, self._path)
 
     def _copy(self, out: BinaryIO, spool: str, name: str, kind: str, components: int) -> None:
         source = self._spools[spool]

@@ -226,7 +226,7 @@ def test_a_failed_write_leaves_the_former_file(tmp_path, monkeypatch):
     monkeypatch.setattr(
         np, "savez", lambda *_args, **_arrays: (_ for _ in ()).throw(OSError("full"))
     )
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(DataError, match=r"run_1\.npz cannot be written \(full\); free some space"):
         write_npz(out, fields(6), None)
     assert out.read_bytes() == before
     assert list(tmp_path.iterdir()) == [out]

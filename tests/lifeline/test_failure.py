@@ -248,15 +248,15 @@ def test_a_rank_that_is_stuck_is_the_cause_and_not_those_that_wait_for_it(store,
 
 
 def fail_while_a_checkpoint_is_written(rank):
-    from cpflare.train import checkpoint
+    from cpflare import files
 
-    flush = checkpoint._flush
+    flush = files._flush
 
     def slowly(path):
         time.sleep(0.3)
         flush(path)
 
-    checkpoint._flush = slowly
+    files._flush = slowly
     runs.at_step(1, 5, lambda: 1 / 0)(rank)
 
 

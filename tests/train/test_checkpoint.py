@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from cpflare.errors import CpflareError
+from cpflare.train.checkpoint import save_checkpoint
 from support.harness import relative_error, run_ranks
 from support.stores import SMALL, read_metrics, read_weights, train_rank, write_store
 
@@ -217,6 +220,21 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line_and_keeps_the_former(
         train_alone(store, run_dir)
     assert "\n" not in str(caught.value)
     assert contents(run_dir / "checkpoints" / "step_00000006") == kept
+
+
+def test_a_disk_that_fills_up_is_known_as_such_whatever_file_meets_it(tmp_path):
+    """Training goes on after it, and not after other failures."""
+    large, small = torch.zeros(10_000), torch.zeros(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for model, optimizer in ((large, small), (small, large)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))
+        try:
+            with pytest.raises(CpflareError, match="step_00000001 cannot be written") as caught:
+                save_checkpoint(tmp_path, 1, {"w": model}, {"m": optimizer}, {}, keep=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert caught.value.__cause__.errno == errno.EFBIG
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_the_newest_checkpoints_and_the_best_are_kept(store, tmp_path):

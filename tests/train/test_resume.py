@@ -156,6 +156,7 @@ def die_in_the_write(moment):
     """Kill the process at a moment of writing its second checkpoint."""
 
     def fault(rank):
+        from cpflare import files
         from cpflare.train import checkpoint
 
         calls = {"save": 0, "flush": 0, "latest": 0}
@@ -170,9 +171,10 @@ def die_in_the_write(moment):
             return call
 
         checkpoint.torch.save = deadly("save", torch.save, 2)
-        # Four files and folders are flushed for each checkpoint, and twice for `latest`.
-        checkpoint._flush = deadly("flush", checkpoint._flush, 6 + 4)
-        checkpoint._write_text = deadly("latest", checkpoint._write_text, 2)
+        # Four files and folders are flushed for each checkpoint, one for `latest`, and twice the
+        # folder of both.
+        files._flush = deadly("flush", files._flush, 7 + 4)
+        checkpoint._point_at = deadly("latest", checkpoint._point_at, 2)
 
     return fault
 

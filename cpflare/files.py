@@ -1,0 +1,100 @@
+"""Files that are whole or absent, their checksums, and what others say of a failure in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from cpflare.errors import CpflareError, DataError
+
+FREE_SPACE = "free some space or name another folder"
+
+
+@contextmanager
+def written_aside(
+    path: Path,
+    *,
+    within: Path | None = None,
+    durable: bool = False,
+    what: str = "",
+    mend: str = FREE_SPACE,
+    kind: type[CpflareError] = DataError,
+) -> Iterator[Path]:
+    """Give a path beside `path` for a file or folder, renamed to `path` when all went well.
+
+    It lies in `within`, where that is given. `durable` brings it to the disk before the rename, and
+    the rename after it, so that a machine that loses its power has the old one or the new one.
+
+    Raises:
+        CpflareError: `what` (default: `path`) cannot be written; of the given `kind`.
+    """
+    aside = (within or path.parent) / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
+    with writing(what or str(path), mend, kind):
+        for folder in {aside.parent, path.parent}:
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            yield aside
+            if durable:
+                for part in [*aside.rglob("*"), aside]:
+                    _flush(part)
+            former = aside.with_suffix(".former.partial")
+            if path.is_dir():  # a folder with contents cannot be replaced in one move
+                path.rename(former)
+            aside.replace(path)
+            remove(former)
+            if durable:
+                _flush(path.parent)
+        finally:
+            remove(aside)
+
+
+@contextmanager
+def writing(what: str, mend: str, kind: type[CpflareError] = DataError) -> Iterator[None]:
+    """Turn the system's refusal to write inside into an error of `kind` that names the mend."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what} cannot be written ({one_line(error)}); {mend}") from error
+
+
+def is_aside(path: Path) -> bool:
+    """Whether a file or folder is what a writer works on, or left when it was killed."""
+    return path.name.startswith(".") and path.name.endswith(".partial")
+
+
+def leftovers(folder: Path, name: str = "*") -> list[Path]:
+    """What killed writers left of a file or folder that nobody writes now (a pattern), sorted."""
+    return sorted(folder.glob(f".{name}.*partial"))
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder, if it is there; what cannot be removed now stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def one_line(text: object, limit: int = 500) -> str:
+    """Fold a message of another library or of the system into one line of bounded length."""
+    return " ".join(str(text).split())[:limit]
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
