@@ -64,6 +64,7 @@ class Decode(torch.autograd.Function):
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         k, q, z, y, lse = ctx.saved_tensors
         if torch.compiler.is_compiling():
