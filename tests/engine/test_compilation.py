@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from test_streamed import EXACT, FLAREPP, SIZES, build, draw, run, worst
 
 from cpflare.config import EngineConfig
 from cpflare.engine import configure, parallelize
@@ -16,6 +15,7 @@ from cpflare.errors import ConfigError
 from cpflare.ops import Reducer, decode, encode
 from cpflare.ops.compiled import compiled_decode, compiled_encode
 from cpflare.parallel.comm import Communicator
+from support.exact_executors import EXACT, FLAREPP, SIZES, build, draw, run, worst
 from support.harness import relative_error, run_ranks
 
 needs_compiler = pytest.mark.skipif(
