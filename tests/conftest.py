@@ -2,24 +2,71 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
+from collections.abc import Generator
+
 import pytest
 import torch
 
 from support import harness
+from support.alone import Turns
 
 torch.set_num_threads(1)
 
+_FAST_SETS = 2
+"""Parameter sets of a test function that `--fast` keeps."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+_TURNS = pytest.StashKey[Turns]()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = f"leave out slow tests, and all but {_FAST_SETS} parameter sets of every other one"
+    parser.addoption("--fast", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        config.stash[_TURNS] = Turns(config.workerinput["testrunuid"])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("fast"):
+        _select_fast(config, items)
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _select_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # In the order of a checksum: as good as random, so that products of parameters are met across,
+    # and the same in every run.
+    seen: Counter[str] = Counter()
+    kept = set()
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        function = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow") is None and seen[function] < _FAST_SETS:
+            seen[function] += 1
+            kept.add(item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    turns = item.config.stash.get(_TURNS, None)
+    if turns is None:
+        return (yield)
+    with turns.take(item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
     harness.shut_down()
+    if _TURNS in session.config.stash:
+        session.config.stash[_TURNS].close()
 
 
 @pytest.fixture(autouse=True)

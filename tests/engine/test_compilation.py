@@ -109,6 +109,7 @@ def compare_blocks(rank, world_size, variant, sizes, x):
     return worst({k.removeprefix("_orig_mod."): v for k, v in found.items()}, expected)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_block_compiles_to_one_graph_on_two_ranks():
     x = torch.randn(2, 20, SIZES["channels"], dtype=torch.float64)
@@ -134,6 +135,7 @@ def compare_engines(rank, world_size, variant, sizes, inputs, targets):
     return errors
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_both_executors_give_the_eager_answers_when_compiled():
     sizes = [16, 0]

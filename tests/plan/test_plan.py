@@ -135,6 +135,7 @@ def test_efficiency_falls_and_the_end_is_named(name):
     assert "%" in reason
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_fits():
     config = load_config("drivaerml_flarepp", ["train.precision=bf16"])
     planner = make_planner(config, find_device("h100"), find_link("infiniband"))
