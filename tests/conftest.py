@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Generator
 
 import pytest
@@ -14,14 +13,11 @@ from support.alone import Turns
 
 torch.set_num_threads(1)
 
-_FAST_SETS = 2
-"""Parameter sets of a test function that `--fast` keeps."""
-
 _TURNS = pytest.StashKey[Turns]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = f"leave out slow tests, and all but {_FAST_SETS} parameter sets of every other one"
+    text = "leave out slow tests, and all but one parameter set of every other one"
     parser.addoption("--fast", action="store_true", help=text)
 
 
@@ -41,15 +37,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _select_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # In the order of a checksum: as good as random, so that products of parameters are met across,
-    # and the same in every run.
-    seen: Counter[str] = Counter()
-    kept = set()
-    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
-        function = item.nodeid.partition("[")[0]
-        if item.get_closest_marker("slow") is None and seen[function] < _FAST_SETS:
-            seen[function] += 1
-            kept.add(item)
+    # The lowest checksum: as good as random, so that the values of a parameter are met over the
+    # whole suite, and the same in every run.
+    chosen = {
+        item.nodeid.partition("[")[0]: item
+        for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode()), reverse=True)
+        if item.get_closest_marker("slow") is None
+    }
+    kept = set(chosen.values())
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

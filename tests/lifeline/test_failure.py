@@ -75,6 +75,7 @@ def first_step_of(store, case):
     return next(k + 1 for k in range(len(cases)) if sampler.windows(k)[0].case == case)
 
 
+@pytest.mark.slow
 def test_a_damaged_chunk_that_one_rank_reads_is_named_with_rank_step_case_and_array(
     store, tmp_path
 ):
@@ -262,6 +263,7 @@ def fail_while_a_checkpoint_is_written(rank):
     runs.at_step(1, 5, lambda: 1 / 0)(rank)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_under_way_is_completed_when_another_rank_fails(store, tmp_path):
     more = "train.checkpoint_every=4"
     run, statuses = fail(store, tmp_path, fail_while_a_checkpoint_is_written, more)

@@ -160,6 +160,7 @@ def stop_before_the_start(rank):
         loop.choose_checkpoint = choose_after_a_signal
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_the_run_there(store, tmp_path):
     run = runs.start(
         2, overrides_of(store, tmp_path / "run"), tmp_path / "log", stop_before_the_start

@@ -245,6 +245,7 @@ def test_a_calibration_needs_points_of_the_device():
         calibrate(study, device, precision="bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (STUDIES / "cpu_sizes/study.json").exists(), reason="the studies are not in this checkout"
 )

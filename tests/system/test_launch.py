@@ -174,6 +174,7 @@ def only_error(err, *named):
     return line
 
 
+@pytest.mark.slow
 def test_a_configuration_s_error_under_torchrun(folder):
     arguments = settings(folder, folder / "none", "model.chanels=3")
     begun = time.monotonic()

@@ -146,6 +146,7 @@ def test_a_split_that_would_change_the_cases_of_a_step_is_refused_by_name(store,
     assert "train.cases_per_step=2" in message
 
 
+@pytest.mark.slow
 def test_what_a_launcher_starts_again_goes_on_whatever_train_resume_says(store, killed):
     folder = killed("fp32")
     run = train(store, folder, "train.resume=never", TORCHELASTIC_RESTART_COUNT="1")
