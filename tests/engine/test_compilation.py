@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from test_streamed import EXACT, FLAREPP, SIZES, build, draw, run, worst
 
 from cpflare.config import EngineConfig
 from cpflare.engine import configure, parallelize
@@ -18,6 +17,7 @@ from cpflare.models.backbone import Site
 from cpflare.ops import Reducer, encode
 from cpflare.ops.compiled import compiled_encode, compiled_sum
 from cpflare.parallel.comm import Communicator
+from support.exact_executors import EXACT, FLAREPP, SIZES, build, draw, run, worst
 from support.harness import relative_error, run_ranks
 
 needs_compiler = pytest.mark.skipif(
@@ -114,6 +114,7 @@ def compare_blocks(rank, world_size, variant, sizes, x):
     return worst(found, expected)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_block_compiles_to_one_graph_on_two_ranks():
     x = torch.randn(2, 20, SIZES["channels"], dtype=torch.float64)
@@ -139,6 +140,7 @@ def compare_engines(rank, world_size, variant, sizes, inputs, targets):
     return errors
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_both_executors_give_the_eager_answers_when_compiled():
     sizes = [16, 0]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_forces import AHMED_CD, REAL, cube
 
 from cpflare.data.store import Case, Store
 from cpflare.data.store_writer import StoreWriter
@@ -18,6 +17,8 @@ from cpflare.evaluate.export import write_npz, write_vtp
 from cpflare.evaluate.forces import Reference, coefficients, integrate
 from cpflare.evaluate.metrics import evaluate_case
 from data_prep.vtp_to_zarr import prepare
+from support.forces import AHMED_CD, cube
+from support.paths import REAL
 
 FIELD_MAP = {
     "association": "cell",

@@ -75,6 +75,7 @@ def first_step_of(store, case):
     return next(k + 1 for k in range(len(cases)) if sampler.windows(k)[0].case == case)
 
 
+@pytest.mark.slow
 def test_a_damaged_chunk_that_one_rank_reads_is_named_with_rank_step_case_and_array(
     store, tmp_path
 ):
@@ -210,6 +211,7 @@ def stop_rank_0(rank):
     end_itself(0, rank, signal.SIGSTOP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "rank"), [(stop_rank_1, 1), (stop_rank_0, 0)])
 def test_a_rank_that_stops_answering_is_given_up_in_time_and_left_nowhere(
     store, tmp_path, fault, rank
@@ -234,6 +236,7 @@ def be_stuck(rank):
     runs.at_step(1, 5, lambda: time.sleep(1000))(rank)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stuck_is_the_cause_and_not_those_that_wait_for_it(store, tmp_path):
     """Its process lives; the collective of the others runs into its timeout."""
     run = runs.start(2, overrides_of(store, tmp_path / "run"), tmp_path / "log", be_stuck)
@@ -260,6 +263,7 @@ def fail_while_a_checkpoint_is_written(rank):
     runs.at_step(1, 5, lambda: 1 / 0)(rank)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_under_way_is_completed_when_another_rank_fails(store, tmp_path):
     more = "train.checkpoint_every=4"
     run, statuses = fail(store, tmp_path, fail_while_a_checkpoint_is_written, more)
@@ -271,6 +275,7 @@ def test_a_checkpoint_under_way_is_completed_when_another_rank_fails(store, tmp_
 # ---- launchers --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_torchrun_starts_killed_ranks_again_as_often_as_it_may_and_leaves_none(store, tmp_path):
     """The second start goes on whatever `train.resume` says, since the command is the same."""
     command = [

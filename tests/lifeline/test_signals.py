@@ -88,6 +88,7 @@ def go_on(store, whole, tmp_path, *more):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, [1]), (signal.SIGUSR1, None)])
 def test_all_ranks_stop_after_the_same_step_and_the_run_goes_on(
     store, whole, tmp_path, number, ranks
@@ -109,6 +110,7 @@ def test_all_ranks_stop_after_the_same_step_and_the_run_goes_on(
     assert f"resumed after step {done}" in go_on(store, whole, tmp_path).text
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_left_and_made_up_for(store, whole, tmp_path):
     """Within the evaluation after step 6, between two of its cases."""
     run = runs.start(2, overrides_of(store, tmp_path / "run"), tmp_path / "log", slow_down)
@@ -122,6 +124,7 @@ def test_an_evaluation_is_left_and_made_up_for(store, whole, tmp_path):
     go_on(store, whole, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_last_evaluation_is_made_up_for_and_the_weights_are_written(store, whole, tmp_path):
     """The steps are done, but the run is not finished."""
     run = runs.start(2, overrides_of(store, tmp_path / "run"), tmp_path / "log", slow_down)
@@ -157,6 +160,7 @@ def stop_before_the_start(rank):
         loop.choose_checkpoint = choose_after_a_signal
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_the_run_there(store, tmp_path):
     run = runs.start(
         2, overrides_of(store, tmp_path / "run"), tmp_path / "log", stop_before_the_start
@@ -187,6 +191,7 @@ def test_a_prediction_stops_between_cases(whole, tmp_path):
     assert f"stopped on SIGTERM before case run_{len(written) + 1}" in run.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "number", "status"),
     [

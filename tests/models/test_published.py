@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_models import FLAREPP, HEADS, VARIANTS, build, draw, plain
 
 from cpflare.errors import DataError
 from cpflare.models.published import load_published
+from support.exact_models import FLAREPP, HEADS, VARIANTS, build, draw, plain
 from support.harness import relative_error
 
 

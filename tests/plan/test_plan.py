@@ -138,6 +138,7 @@ def test_efficiency_falls_and_the_end_is_named(name):
     assert "%" in reason
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_fits():
     config = load_config("drivaerml_flarepp", ["train.precision=bf16"])
     planner = make_planner(config, find_device("h100"), find_link("infiniband"))
@@ -247,6 +248,7 @@ def test_a_calibration_needs_points_of_the_device():
         calibrate(study, device, precision="bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (STUDIES / "cpu_sizes/study.json").exists(), reason="the studies are not in this checkout"
 )

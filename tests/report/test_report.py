@@ -268,6 +268,7 @@ def test_a_single_step_of_zero_can_be_drawn(tmp_path):
     assert "Training loss" in write_report(write_run(tmp_path / "run", lines)).read_text()
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_and_captioned(tmp_path):
     run = write_run(tmp_path / "run")
     predictions = run / "predictions"

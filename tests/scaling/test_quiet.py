@@ -34,6 +34,7 @@ def test_noise_is_over_the_fastest_probe_so_far():
     assert quiet.noise() == pytest.approx(1.0)
 
 
+@pytest.mark.alone
 def test_it_waits_until_the_noise_is_over():
     quiet = _quiet(1.5, 1.05, patience_s=0.2)
     start = time.monotonic()
@@ -43,6 +44,7 @@ def test_it_waits_until_the_noise_is_over():
     assert 0.2 <= time.monotonic() - start < 1.0
 
 
+@pytest.mark.alone
 def test_its_patience_ends_and_is_renewed():
     quiet = _quiet(1.5, patience_s=0.1)
     assert quiet.wait() == pytest.approx(0.5)
@@ -62,6 +64,7 @@ def test_the_probe_works_on_every_processor():
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.slow
 def test_turns_on_a_loud_machine_are_set_aside_and_taken_again():
     """Before and after each turn: the second point's first turn ends loud, all else is quiet."""
     said = []
@@ -81,6 +84,7 @@ def test_turns_on_a_loud_machine_are_set_aside_and_taken_again():
     assert "(1 step(s)) and taken again; 0 of 4 steps count with more" in noise
 
 
+@pytest.mark.slow
 def test_turns_count_when_patience_has_run_out():
     protocol = Protocol(2, 1, 0, 1, noise_limit=0.1, patience_s=0.2)
     (record,) = records = measure_in_turns(

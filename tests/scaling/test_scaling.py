@@ -55,6 +55,7 @@ def _measure(rank, world_size, slow_rank_s=0.0, extra_mib=0, delay_s=0.0):
     return samples, [(peak - idle) / MIB for idle, peak in peaks]
 
 
+@pytest.mark.alone
 def test_a_slowed_rank_shows_in_the_step():
     plain, _ = run_ranks(2, _measure)[0]
     slowed, _ = run_ranks(2, _measure, 0.2)[0]
@@ -327,6 +328,7 @@ def test_the_shipped_study_files_are_grids():
         assert families == {point.family for point in points if point.ranks == 1}
 
 
+@pytest.mark.slow
 def test_a_whole_study_is_measured_and_gone_on_with(tmp_path, capsys):
     arguments = ["--out", str(tmp_path), "--models", "flare", "--tokens", "50", "--ranks", "1,2"]
     arguments += ["--rounds", "2", "--network", "emulated", "--latency-ms", "5", *MODEL]

@@ -18,6 +18,7 @@ MODEL = ("model.channels=16", "model.heads=2", "model.blocks=1", "model.latents=
 OURS = (*MODEL, f"train.seed={os.getpid()}")  # told from the ranks of other studies
 
 
+@pytest.mark.slow
 def test_a_point_that_fails_says_why():
     point = Point("flare", 40, executor="x", overrides=MODEL)
     with pytest.raises(ConfigError, match=r"could not be measured: engine.executor='x'"):
@@ -35,6 +36,7 @@ def _ranks_at_turns():
     return {pid: state for pid, state in states.items() if state != "Z"}
 
 
+@pytest.mark.slow
 def test_points_sleep_while_another_takes_its_turn():
     """Waiting ranks would take time from the ranks that are measured, and from two most."""
     points = [Point("flare", 40, "fp32", "in_memory", OURS, ranks) for ranks in (1, 2)]
@@ -53,6 +55,7 @@ def test_points_sleep_while_another_takes_its_turn():
     assert not _ranks_at_turns()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_asleep_ends_the_study_in_one_line():
     point = Point("flare", 40, "fp32", "in_memory", OURS, 2)
 
@@ -66,6 +69,7 @@ def test_a_rank_that_dies_asleep_ends_the_study_in_one_line():
     assert not _ranks_at_turns()
 
 
+@pytest.mark.slow
 def test_a_study_that_is_killed_leaves_no_rank_asleep(tmp_path):
     command = [sys.executable, "-m", "cpflare.cli", "scaling", "--models=flare", "--tokens=40"]
     command += ["--rounds=100000", f"--out={tmp_path}", *OURS]

@@ -46,6 +46,7 @@ def _namespaces():
     return {line.split()[0] for line in done.stdout.splitlines()}
 
 
+@pytest.mark.alone
 @needs_namespaces
 def test_latency_is_that_of_a_message():
     with two_hosts(latency_ms=5.0) as hosts:
@@ -57,6 +58,7 @@ def test_latency_is_that_of_a_message():
     assert not names & _namespaces()
 
 
+@pytest.mark.alone
 @needs_namespaces
 def test_rate_is_limited():
     with two_hosts(rate_mbit=100.0) as hosts:
@@ -74,6 +76,7 @@ def test_rate_is_limited():
     assert 20 < rate < 110
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_run_over_two_hosts_ends_on_both_with_the_reason_when_the_link_is_cut(tmp_path):
     store = write_store(tmp_path / "store")

@@ -202,6 +202,7 @@ def use_store(path):
         case.read()
 
 
+@pytest.mark.slow
 def test_mutated_stores_are_refused_or_read(tmp_path):
     write_store(tmp_path / "store", SIZES, SPLITS)
     search(make_store_attempt, tmp_path / "store")
@@ -231,6 +232,7 @@ def make_mesh_attempt(folder):
     return attempt
 
 
+@pytest.mark.slow
 def test_mutated_meshes_are_refused_or_read(tmp_path):
     for name, encoding in ENCODINGS.items():
         cube().write(tmp_path / f"{name}.vtp", **encoding)
@@ -288,6 +290,7 @@ def sign(path):
     (path / "state.json").write_text(json.dumps(state))
 
 
+@pytest.mark.slow
 def test_mutated_checkpoints_are_refused_or_loaded(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "copy")
     # The paths of the configuration are those of the copy.

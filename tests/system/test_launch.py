@@ -104,6 +104,7 @@ def trained(folder):
     return run(*TORCHRUN, TRAIN, *arguments, cwd=folder)
 
 
+@pytest.mark.slow
 def test_torchrun_trains_and_writes_clean_logs(folder, trained):
     status, out, err = trained
     assert status == 0, err
@@ -116,6 +117,7 @@ def test_torchrun_trains_and_writes_clean_logs(folder, trained):
     assert "Warning" not in err
 
 
+@pytest.mark.slow
 def test_cpflare_train_is_the_same_training(folder, trained):
     arguments = settings(folder, folder / "same", "train.deterministic=true")
     status, out, err = run(*CPFLARE, "train", "--nproc", "2", *arguments, cwd=folder)
@@ -126,6 +128,7 @@ def test_cpflare_train_is_the_same_training(folder, trained):
     assert "OMP_NUM_THREADS" not in err
 
 
+@pytest.mark.slow
 def test_cpflare_predict_writes_the_surfaces(folder, trained):
     arguments = (folder / "run", "--split", "test", "--out", folder / "out")
     status, out, err = run(*CPFLARE, "predict", "--nproc", "2", *arguments, cwd=folder)
@@ -135,6 +138,7 @@ def test_cpflare_predict_writes_the_surfaces(folder, trained):
     assert "\r" not in out + err
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_bitwise(folder):
     """SIGKILL in the middle of a step or of a checkpoint: whatever is cut, the end is the same."""
     more = ("train.steps=60", "train.checkpoint_every=1")
@@ -170,6 +174,7 @@ def only_error(err, *named):
     return line
 
 
+@pytest.mark.slow
 def test_a_configuration_s_error_under_torchrun(folder):
     arguments = settings(folder, folder / "none", "model.chanels=3")
     begun = time.monotonic()
@@ -182,6 +187,7 @@ def test_a_configuration_s_error_under_torchrun(folder):
     assert not (folder / "none").exists()
 
 
+@pytest.mark.slow
 def test_cpflare_ends_with_the_ranks_error_and_nothing_more(folder, trained):
     arguments = ("--cases", "run_44", "--out", folder / "none")
     status, out, err = run(
@@ -201,6 +207,7 @@ def damaged(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_an_error_that_one_rank_meets_while_training_ends_all(damaged):
     """Rank 1 finds damage in its rows of a later step, while rank 0 waits for it."""
     cases = ("data.train_split=[run_1,run_2]", "data.tokens=all", "train.steps=40")
@@ -210,6 +217,7 @@ def test_an_error_that_one_rank_meets_while_training_ends_all(damaged):
     only_error(err, "run_2", "pressure", "cpflare prep")
 
 
+@pytest.mark.slow
 def test_an_error_of_rank_0_while_predicting_ends_all(folder, trained, tmp_path):
     """Rank 0 alone writes files and looks at the mesh; the others are at the next case already."""
     write_bodies(tmp_path / "bodies")

@@ -50,6 +50,7 @@ def test_a_warning_carries_its_rank(store, tmp_path):
     assert sum("worried" in line and "UserWarning" in line for line in lines) == 1
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_one_bar(store, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["train_cp.py", *overrides_of(store, tmp_path / "run")]
@@ -74,6 +75,7 @@ def test_a_terminal_shows_one_bar(store, tmp_path):
     assert text.count(b"0/4 [") == 1
 
 
+@pytest.mark.slow
 def test_two_jobs_on_one_machine_do_not_clash_and_draw_nothing_into_a_file(store, tmp_path):
     """Both as typed in the README, without a port."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train_cp.py"]

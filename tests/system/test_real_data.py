@@ -22,7 +22,10 @@ FILES = [REAL / f"ahmedml_boundary_{number}_mapped.vtp" for number in range(1, 6
 CASES = [path.stem for path in FILES]
 HELD_OUT = CASES[4]
 
-pytestmark = pytest.mark.skipif(not FILES[0].is_file(), reason=f"needs {REAL}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not FILES[0].is_file(), reason=f"needs {REAL}"),
+]
 pv = pytest.importorskip("pyvista")
 
 

@@ -43,6 +43,7 @@ def _missing():
 
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.slurm,
     pytest.mark.skipif(_missing() is not None, reason=str(_missing())),
 ]

@@ -99,6 +99,7 @@ def losses(run_dir):
     return [event["loss"] for event in read_metrics(run_dir)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_four_steps_a_kill_and_six_are_bitwise_ten(store, whole, killed, precision):
     folder = killed(precision)
@@ -126,6 +127,7 @@ def same(a, b):
     return a == b
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_and_another_split_go_on_with_the_same_losses(store, whole, killed):
     for ranks, dp in ((1, 1), (3, 1), (2, 2)):
         folder = killed("fp32")
@@ -134,6 +136,7 @@ def test_another_number_of_ranks_and_another_split_go_on_with_the_same_losses(st
             assert own == pytest.approx(other, rel=1e-6), (ranks, dp)
 
 
+@pytest.mark.slow
 def test_a_split_that_would_change_the_cases_of_a_step_is_refused_by_name(store, tmp_path):
     """Left to itself, train.cases_per_step follows parallel.dp."""
     follow = ("train.cases_per_step=null", "train.steps=4")
@@ -143,6 +146,7 @@ def test_a_split_that_would_change_the_cases_of_a_step_is_refused_by_name(store,
     assert "train.cases_per_step=2" in message
 
 
+@pytest.mark.slow
 def test_what_a_launcher_starts_again_goes_on_whatever_train_resume_says(store, killed):
     folder = killed("fp32")
     run = train(store, folder, "train.resume=never", TORCHELASTIC_RESTART_COUNT="1")
@@ -191,6 +195,7 @@ def die_after_the_rename(rank):
     die_in_the_write("latest")(rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "newest", "left"),
     [
@@ -248,6 +253,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_the_step_it_is_o
     assert state["progress"]["step"] == 4
 
 
+@pytest.mark.slow
 def test_two_trainings_do_not_share_a_folder(store, tmp_path):
     first = runs.start(1, overrides_of(store, tmp_path / "run"), tmp_path / "first", wait_in_step_3)
     first.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
@@ -282,6 +288,7 @@ def limit_files(rank):
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before_in_use(store, whole, killed):
     folder = killed("fp32")
     run = train(store, folder, fault=limit_files, expected=[2, 2])
