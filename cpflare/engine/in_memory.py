@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cpflare.engine.chunks import chunk_bounds
-from cpflare.engine.leaves import with_leaves
+from cpflare.engine.modules import require_no_hooks, with_leaves
 from cpflare.engine.recompute import recomputed
 from cpflare.models.backbone import Backbone, Block, Site
 from cpflare.models.mixer import reduce_stages
@@ -17,6 +17,7 @@ from cpflare.ops import Reducer
 
 def run_in_memory(model: Backbone, inputs: Tensor, site: Site) -> Tensor:
     """inputs [B, n, F] -> outputs [B, n, O]. Communication: as the model's own forward."""
+    require_no_hooks(model.blocks)
     bounds = chunk_bounds(inputs, model.width, model.chunk_tokens)
     sites = [site.part(rows) for rows in bounds]
     xs = [model.embed(inputs[:, rows]) for rows in bounds]  # [B, n, C] each

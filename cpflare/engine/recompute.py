@@ -14,7 +14,7 @@ class Recomputed(torch.autograd.Function):
     """y = fn(x); the backward computes fn again from x, under the same autocast.
 
     `fn` reads `leaves` that stand for the parameters and share their memory
-    (`cpflare.engine.leaves`). `torch.utils.checkpoint` does the same for any function; its first
+    (`cpflare.engine.modules`). `torch.utils.checkpoint` does the same for any function; its first
     call imports the compiler, which takes seconds of every process, and its hooks run for every
     tensor of every chunk.
     """

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from cpflare.engine.activations import ActivationStore, NoActivations
 from cpflare.engine.chunks import chunk_bounds
-from cpflare.engine.leaves import with_leaves
+from cpflare.engine.modules import require_no_hooks, with_leaves
 from cpflare.models.backbone import Backbone, Block, Site
 from cpflare.models.mixer import Pull, Reduction, Stage, State, Tokens
 
@@ -44,6 +44,7 @@ class StreamedExecutor:
 
     def __call__(self, model: Backbone, inputs: Tensor, site: Site) -> Tensor:
         """inputs [B, n, F] -> outputs [B, n, O]. Communication: as the model's own forward."""
+        require_no_hooks(model.blocks)
         with_grad = torch.is_grad_enabled()
         store = ActivationStore(
             inputs.shape[1], half=self.half, host=self.host, in_place=not with_grad

@@ -1,8 +1,8 @@
-"""Modules over other tensors: the same modules, with leaves in place of their parameters."""
+"""What keeps a model an ordinary module although an executor runs its parts chunk by chunk."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -38,3 +38,23 @@ def with_leaves(module: M, parameters: Sequence[Tensor]) -> tuple[M, list[Tensor
     twin = twin_of(module)
     assert isinstance(twin, type(module))
     return twin, list(leaves)
+
+
+def require_no_hooks(blocks: Iterable[nn.Module]) -> None:
+    """Refuse hooks that no executor calls: it runs a block's parts, and never the block.
+
+    Raises:
+        RuntimeError: a block has a hook.
+    """
+    for index, block in enumerate(blocks):
+        hooks = (
+            block._forward_pre_hooks,
+            block._forward_hooks,
+            block._backward_pre_hooks,
+            block._backward_hooks,
+        )
+        if any(hooks):
+            raise RuntimeError(
+                f"the hook on blocks.{index} would not run, since an executor runs a block's parts "
+                "chunk by chunk; hook the model or a part, or set model.executor = None"
+            )
