@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from cpflare.cli.scaling import main as measure
+from cpflare.cli.scaling import parser
 from cpflare.parallel.runtime import run_guarded
-from cpflare.scaling.command import main as measure
-from cpflare.scaling.command import parser
 from cpflare.scaling.study import METHODS
 
 EXPLANATION = """\

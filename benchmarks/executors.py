@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--note", default="", help="a sentence for the record")
     options = parser.parse_args()
     results = measure(options)
-    from cpflare.scaling.study import describe_machine
+    from cpflare.scaling.machine import describe_machine
 
     sizes = ("tokens", "channels", "blocks", "latents", "threads", "compile", "chunk_tokens")
     record = {

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.memory import INTERVAL_S, Usage, run_sampled
 from cpflare.data.store import MARK, Store
-from cpflare.scaling.study import describe_machine
+from cpflare.scaling.machine import describe_machine
 
 CASE = "run_1"
 TRAIN_LIMITS = {"bytes": 20 * 2**30, "seconds": 15 * 60}

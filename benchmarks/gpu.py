@@ -32,7 +32,7 @@ from cpflare.engine import configure
 from cpflare.models import build_model
 from cpflare.models.published import load_published
 from cpflare.ops.attention import attend, attend_backward, statistics_dtype
-from cpflare.scaling.study import describe_machine
+from cpflare.scaling.machine import describe_machine
 
 HEADS, FEATURES, OUTPUTS = 8, 6, 4
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}

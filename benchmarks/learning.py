@@ -20,7 +20,7 @@ import numpy as np
 from cpflare.config import load_config
 from cpflare.data.store import Store
 from cpflare.evaluate.metrics import evaluate_case, mean_over_cases
-from cpflare.scaling.study import describe_machine
+from cpflare.scaling.machine import describe_machine
 from launch.embedded import EMBEDDED, ensure_embedded_store
 
 

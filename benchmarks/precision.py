@@ -22,7 +22,7 @@ from typing import Any
 
 from cpflare.config import load_config
 from cpflare.data.store import MARK
-from cpflare.scaling.study import describe_machine
+from cpflare.scaling.machine import describe_machine
 
 CLAIM = 1.08
 METRICS = ("pressure_rel_l2", "wall_shear_rel_l2")

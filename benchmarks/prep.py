@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from benchmarks.memory import run_sampled
 from cpflare.data.store import Store
-from cpflare.scaling.study import describe_machine
+from cpflare.scaling.machine import describe_machine
 
 Array = NDArray[Any]
 ENCODINGS = ("inline", "appended")
