@@ -1,14 +1,14 @@
 """One exact training step on a whole surface, and its prediction by one rank: time and memory.
 
-`bash benchmarks/full_surface.sh` runs it. The data are made once and kept in --dir; what is
-measured is written to OUT/full_surface.json and OUT/full_surface.md.
+python -m benchmarks.full_surface [--cells 8200000] [--dir data/full_surface]
+
+The data are made once and kept in --dir; exit status 1 where a limit is not kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import shutil
 import subprocess
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory import INTERVAL_S, Usage, run_sampled
+from benchmarks.results import origin, write_result
 from cpflare.data.store import MARK, Store
-from cpflare.scaling.machine import describe_machine
 
 CASE = "run_1"
 TRAIN_LIMITS = {"bytes": 20 * 2**30, "seconds": 15 * 60}
@@ -155,22 +155,18 @@ def main() -> int:
     parser.add_argument("more", nargs="*", metavar="key=value", help="for the training")
     options = parser.parse_args()
     store = make_store(options.dir, options.cells)
-    options.out.mkdir(parents=True, exist_ok=True)
     record = options.out / "full_surface.json"
     result: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
     result |= {
         "cells": store.case(CASE).num_rows,
-        "machine": describe_machine(),
-        "date": datetime.date.today().isoformat(),
+        **origin(),
         "note": options.note,
     }
     if options.skip != "train":
         result["train"] = train(options.dir, options.ranks, options.more)
     if options.skip != "predict":
         result["predict"] = predict(options.dir, options.memory_limit)
-    record.write_text(json.dumps(result, indent=2) + "\n")
-    (options.out / "full_surface.md").write_text(describe(result))
-    print(describe(result))
+    write_result(options.out, "full_surface", result, describe)
     measured = [result[name] for name in ("train", "predict") if name in result]
     return 0 if all(one["within"] for one in measured) else 1
 

@@ -11,7 +11,6 @@ python -m benchmarks.precision --precisions fp32 bf16 fp16     where there is a 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import subprocess
@@ -20,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import origin, write_result
 from cpflare.config import load_config
 from cpflare.data.store import MARK
-from cpflare.scaling.machine import describe_machine
 
 CLAIM = 1.08
 METRICS = ("pressure_rel_l2", "wall_shear_rel_l2")
@@ -126,13 +125,9 @@ def main() -> int:
         "overrides": options.more,
         "results": results,
         "ratios": compare(results),
-        "machine": describe_machine(),
-        "date": datetime.date.today().isoformat(),
+        **origin(),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "precision.json").write_text(json.dumps(record, indent=2) + "\n")
-    (options.out / "precision.md").write_text(describe(record))
-    print(describe(record))
+    write_result(options.out, "precision", record, describe)
     return (
         0 if all(r <= CLAIM for ratios in record["ratios"].values() for r in ratios.values()) else 1
     )

@@ -19,7 +19,7 @@ from cpflare.log import set_up_logging
 from cpflare.parallel.runtime import STOPPED, USER_ERROR, agreed, run_guarded, same_on_all
 from cpflare.parallel.topology import build_topology, environment_ranks, resolve_axes, start_ranks
 from cpflare.train.loop import train
-from launch.embedded import EMBEDDED, ensure_embedded_store
+from data_prep.cars.embedded import EMBEDDED, ensure_embedded_store
 
 EXAMPLES = """\
 examples:

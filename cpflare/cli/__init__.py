@@ -180,8 +180,8 @@ def train(context: typer.Context) -> None:
     from cpflare.config import load_config
     from cpflare.data.store import Store
     from cpflare.parallel.topology import resolve_axes
+    from data_prep.cars.embedded import EMBEDDED
     from launch import train_cp
-    from launch.embedded import EMBEDDED
 
     num_ranks, arguments = _ranks_of(context.args, train_cp.parser())
     options = train_cp.parser().parse_args(arguments)

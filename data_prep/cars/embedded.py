@@ -20,6 +20,7 @@ def ensure_embedded_store(store: str | Path) -> None:
     Raises:
         DataError: a case could not be prepared.
     """
+    # Training that has a store needs none of it.
     from data_prep.cars.synthetic import synthesise
     from data_prep.vtp_to_zarr import prepare
 
