@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -194,7 +194,7 @@ class Trainer:
             topology.dp_rank,
         )
         with closing(steps):
-            self._stop_if_asked(reporter)
+            self._stop_if_asked(reporter, self._asked())
             self._evaluate_if_due(reporter)
             lifeline.place = f"{self._next_step()}, reading"
             for step in steps:
@@ -206,7 +206,7 @@ class Trainer:
                 self.progress.step = step.number + 1
                 reporter.step(self._describe(step) | event)
                 self.writer.check()
-                self._stop_if_asked(reporter)
+                self._stop_if_asked(reporter, self.learner.why_stop)
                 self._evaluate_if_due(reporter)
                 lifeline.place = f"{self._next_step()}, reading"
         lifeline.place = "writing the final weights"
@@ -225,13 +225,14 @@ class Trainer:
         write_weights(self.run_dir / WEIGHTS, self.learner.weights(averaged=True))
         logger.info("wrote %s", self.run_dir / WEIGHTS)
 
-    def _stop_if_asked(self, reporter: Reporter) -> None:
-        why = self.topology.lifeline.safe_point()
-        if why is not None:
-            self._stop(reporter, why)
+    def _asked(self) -> str | None:
+        """Whether a signal asks for a stop, where no step has told. Collective."""
+        return self.topology.stop.agree(self.topology.world_comm, self.topology.device)
 
-    def _stop(self, reporter: Reporter, why: str) -> NoReturn:
+    def _stop_if_asked(self, reporter: Reporter, why: str | None) -> None:
         """Leave a checkpoint of all steps done, and end. Collective."""
+        if why is None:
+            return
         self.save(reporter, last=True)
         if self.topology.rank == 0:
             logger.info(
@@ -263,7 +264,7 @@ class Trainer:
             try:
                 improved = self.evaluate(reporter, whole=last)
             except _StopInEvaluation as stop:
-                self._stop(reporter, stop.why)
+                self._stop_if_asked(reporter, stop.why)
         self.progress.evaluated = done
         due = train.checkpoint_every and done % train.checkpoint_every == 0
         if not last and (improved or due):
@@ -305,10 +306,11 @@ class Trainer:
         first = "pressure" if "pressure" in targets else targets[0]
         return self.progress.improve(values[f"{first}_rel_l2"], is_sub)
 
-    def _before_evaluation_of(self, window: Window) -> None:
-        lifeline = self.topology.lifeline
-        lifeline.place = f"evaluation after step {self.progress.step}, case {window.case}"
-        why = lifeline.safe_point()
+    def _before_evaluation_of(self, index: int, window: Window) -> None:
+        place = f"evaluation after step {self.progress.step}, case {window.case}"
+        self.topology.lifeline.place = place
+        # Once a round in which every replica has a case: they need not wait for one another within.
+        why = self._asked() if index % self.topology.dp == 0 else None
         if why is not None:
             raise _StopInEvaluation(why)
 

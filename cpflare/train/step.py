@@ -20,6 +20,7 @@ from cpflare.engine import configure, parallelize
 from cpflare.errors import NonFiniteError
 from cpflare.models import build_model
 from cpflare.parallel.grad_sync import sum_gradients
+from cpflare.parallel.stop import stop_reason
 from cpflare.parallel.topology import Topology
 from cpflare.precision import autocast, weight_dtype
 from cpflare.train.loss import case_loss
@@ -47,6 +48,7 @@ class Learner:
         self.scaler = torch.amp.GradScaler(topology.device.type, enabled=train.precision == "fp16")
         self.average = MovingAverage(self.model, train.ema) if train.ema else None
         self.overflows = 0  # fp16 steps skipped in a row
+        self.why_stop: str | None = None  # after a step: the signal that asks all ranks to stop
 
     def step(self, step: Step) -> dict[str, Any]:
         """Train on a step's samples; returns what metrics.jsonl tells of it.
@@ -61,19 +63,24 @@ class Learner:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         dtype = weight_dtype(self.config.precision)
-        ranks = topology.world_size
-        extras = torch.zeros(1 + 2 * ranks, dtype=dtype, device=topology.device)
+        ranks, votes = topology.world_size, topology.stop.votes
+        extras = torch.zeros(1 + 2 * ranks + len(votes), dtype=dtype, device=topology.device)
         for sample in step.samples:
             extras[0] += self._accumulate(sample, step.number).to(dtype)
         extras[1 + topology.rank] = _peak_bytes(topology.device) / 2**20
         extras[1 + ranks + topology.rank] = self._is_non_finite(extras[0])
+        for index, vote in enumerate(votes):  # the last moment: who is asked now stops all
+            if vote:
+                extras[1 + 2 * ranks + index] = vote
         total = sum_gradients(self.model.parameters(), topology.world_comm, extras)
         assert total is not None
         self.scaler.unscale_(self.optimizer)
         limit = self.config.clip or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-        loss, peak = float(total[0]), int(float(total[1 : 1 + ranks].max()) * 2**20)
-        culprits = total[1 + ranks :].nonzero().flatten().tolist()
+        loss, *rest = total.tolist()
+        peak = int(max(rest[:ranks]) * 2**20)
+        culprits = [rank for rank in range(ranks) if rest[ranks + rank]]
+        self.why_stop = stop_reason(rest[2 * ranks :])
         lr = float(self.schedule.get_last_lr()[0])
         self._update(step, loss, norm, culprits)
         step_s = time.perf_counter() - start + step.wait_s

@@ -40,7 +40,7 @@ def validate(
     windows: Sequence[Window],
     topology: Topology,
     inference: Inference,
-    before_case: Callable[[Window], None] = lambda window: None,
+    before_case: Callable[[int, Window], None] = lambda index, window: None,
 ) -> dict[str, float]:
     """Mean over cases of each field's errors in physical units, equal on all ranks.
 
@@ -55,7 +55,7 @@ def validate(
     fields = tuple(reader.normalizer.targets)
     table = torch.zeros(len(windows), FieldSums(fields).to_vector().size, dtype=torch.float64)
     for index, window in enumerate(windows):
-        before_case(window)
+        before_case(index, window)
         if index % topology.dp != topology.dp_rank:
             continue
         predictions = predict_shard(model, reader, window, inference)
