@@ -21,23 +21,10 @@ from typing import Any
 
 from benchmarks.results import origin, write_result
 from cpflare.config import load_config
-from cpflare.data.store import MARK
+from data_prep.cars.embedded import ensure_embedded_store
 
 CLAIM = 1.08
 METRICS = ("pressure_rel_l2", "wall_shear_rel_l2")
-
-
-def make_store(folder: Path, cases: int, cells: int) -> Path:
-    """A prepared synthetic store, made where it is absent."""
-    store = folder / f"store_{cases}_{cells}"
-    if not (store / MARK).is_file():
-        source = folder / f"source_{cases}_{cells}"
-        command = [sys.executable, "-m", "cpflare.cli"]
-        subprocess.run(
-            [*command, "synth", source, f"--cases={cases}", f"--cells={cells}"], check=True
-        )
-        subprocess.run([*command, "prep", source, store, "--dataset=drivaerml"], check=True)
-    return store
 
 
 def train(run: Path, overrides: Sequence[str]) -> dict[str, float]:
@@ -102,7 +89,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("studies/executors"))
     parser.add_argument("more", nargs="*", metavar="key=value")
     options = parser.parse_args()
-    store = make_store(options.dir, options.cases, options.cells)
+    store = options.dir / f"{options.cases}_{options.cells}" / "store"
+    ensure_embedded_store(store, cases=options.cases, cells=options.cells)
     results: dict[str, list[dict[str, float]]] = {}
     for seed in options.seeds:
         for precision in options.precisions:
