@@ -67,7 +67,7 @@ def test_ours_sends_what_the_theory_says(runs):
     assert sample["calls"] == {"all_gather": encoders, "all_reduce_sum": encoders + 1}
     parameters = runs["ours"][0][3].numel()
     values = encoders * LATENTS * (CHANNELS + HEADS) + encoders * LATENTS * CHANNELS
-    extras = 1 + 2 * 2  # the loss, and two checks of each rank
+    extras = 1 + 2 * 2 + 2  # the loss, two checks of each rank, a vote for each stop signal
     assert sample["bytes"] == [8 * (values + parameters + extras)] * 2
 
 
