@@ -1,6 +1,6 @@
 """Measures how codecs do on a case's shuffled rows: size, writing, and reading a step's window.
 
-    python benchmarks/codecs.py STORE [CASE] --rows 2000000
+    python -m benchmarks.codecs STORE [CASE] --rows 2000000
 
 Every array of the case is written again in the store's layout with each codec, into a temporary
 folder; a read is 100,000 rows of the four fields that training reads, from a warm page cache. Times

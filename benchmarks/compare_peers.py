@@ -1,6 +1,6 @@
 """Compares ours with other ways to split a case or the data, on the same machine in one run.
 
-python benchmarks/compare_peers.py --models flarepp --tokens 50000 --out studies/peers
+python -m benchmarks.compare_peers --models flarepp --tokens 50000 --out studies/peers
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from cpflare.cli.scaling import main as measure
+from cpflare.cli.scaling import parser
 from cpflare.parallel.runtime import run_guarded
-from cpflare.scaling.command import main as measure
-from cpflare.scaling.command import parser
 from cpflare.scaling.study import METHODS
 
 EXPLANATION = """\
@@ -22,10 +22,10 @@ Every method trains the same model with the same kernels and threads, and takes 
   separate       every rank does its share and exchanges nothing: what the machine can do
 
 examples:
-  python benchmarks/compare_peers.py --models flarepp --tokens 50000 --out studies/peers
-  python benchmarks/compare_peers.py --methods ours,textbook,per_parameter --tokens 200000 \\
+  python -m benchmarks.compare_peers --models flarepp --tokens 50000 --out studies/peers
+  python -m benchmarks.compare_peers --methods ours,textbook,per_parameter --tokens 200000 \\
       --network hosts --latency-ms 1 --out studies/peers_slow
-  python benchmarks/compare_peers.py --network hosts --rate-mbit 1000 --out studies/peers_gigabit
+  python -m benchmarks.compare_peers --network hosts --rate-mbit 1000 --out studies/peers_gigabit
 All other options are those of `cpflare scaling --help`.
 """
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     """`cpflare scaling` with all methods, unless some are named."""
     if "--help" in argv or "-h" in argv:
         options = parser()
-        options.prog, options.epilog = "compare_peers.py", EXPLANATION
+        options.prog, options.epilog = "python -m benchmarks.compare_peers", EXPLANATION
         options.print_help()
         return
     named = any(argument.partition("=")[0] == "--methods" for argument in argv)

@@ -11,8 +11,6 @@ python -m benchmarks.executors --tokens 5000 --channels 32 --blocks 2 --runs 1
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import multiprocessing
 import statistics
 import sys
@@ -21,6 +19,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from benchmarks.results import origin, write_result
 
 VARIANTS = ("plain", "in_memory", "streamed")
 FEATURES, OUTPUTS, HEADS = 6, 4, 8
@@ -222,21 +222,14 @@ def main() -> None:
     parser.add_argument("--note", default="", help="a sentence for the record")
     options = parser.parse_args()
     results = measure(options)
-    from cpflare.scaling.study import describe_machine
-
     sizes = ("tokens", "channels", "blocks", "latents", "threads", "compile", "chunk_tokens")
     record = {
         "sizes": {name: getattr(options, name) for name in sizes},
         "results": results,
-        "machine": describe_machine(),
-        "date": datetime.date.today().isoformat(),
+        **origin(),
         "note": options.note,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = "compiled" if options.compile else "eager"
-    (options.out / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
-    (options.out / f"{name}.md").write_text(describe(record))
-    print(describe(record))
+    write_result(options.out, "compiled" if options.compile else "eager", record, describe)
 
 
 if __name__ == "__main__":

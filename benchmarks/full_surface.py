@@ -1,25 +1,25 @@
 """One exact training step on a whole surface, and its prediction by one rank: time and memory.
 
-`bash benchmarks/full_surface.sh` runs it. The data are made once and kept in --dir; what is
-measured is written to OUT/full_surface.json and OUT/full_surface.md.
+python -m benchmarks.full_surface [--cells 8200000] [--dir data/full_surface]
+
+The data are made once and kept in --dir; exit status 1 where a limit is not kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.memory import INTERVAL_S, Usage, run_sampled
-from cpflare.data.store import MARK, Store
-from cpflare.scaling.study import describe_machine
+from benchmarks.results import origin, write_result
+from cpflare.data.store import Store
+from data_prep.cars.embedded import ensure_embedded_store
 
 CASE = "run_1"
 TRAIN_LIMITS = {"bytes": 20 * 2**30, "seconds": 15 * 60}
@@ -33,25 +33,6 @@ MODEL = (
 )
 
 
-def make_store(folder: Path, cells: int) -> Store:
-    """The prepared surface, made where it is absent or of another size."""
-    source, store = folder / "source", folder / "store"
-    asked = folder / "cells"
-    if not (store / MARK).is_file() or not asked.is_file() or asked.read_text() != str(cells):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        splits = folder / "splits.json"
-        splits.write_text(json.dumps({"train": [CASE], "val": [], "test": []}))
-        command = [sys.executable, "-m", "cpflare.cli"]
-        subprocess.run([*command, "synth", source, "--cases=1", f"--cells={cells}"], check=True)
-        subprocess.run(
-            [*command, "prep", source, store, "--dataset=drivaerml", f"--splits={splits}"],
-            check=True,
-        )
-        asked.write_text(str(cells))
-    return Store.open(store)
-
-
 def train(folder: Path, ranks: int, more: Sequence[str]) -> dict[str, Any]:
     """One step on all cells, streamed: forward, backward, sum over ranks, update, weights."""
     run = folder / "run"
@@ -61,7 +42,13 @@ def train(folder: Path, ranks: int, more: Sequence[str]) -> dict[str, Any]:
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *(f"--nproc_per_node={ranks}", "train_cp.py", "drivaerml_whole_surface"),
             f"data.store={folder / 'store'}",
-            *("data.tokens=all", "data.val_split=[]", "engine.executor=streamed", *MODEL),
+            *(
+                "data.tokens=all",
+                f"data.train_split=[{CASE}]",
+                "data.val_split=[]",
+                "engine.executor=streamed",
+                *MODEL,
+            ),
             *("train.precision=fp32", "train.steps=1", f"run.dir={run}", *more),
         ]
     )
@@ -154,23 +141,20 @@ def main() -> int:
     parser.add_argument("--note", default="", help="a sentence for the record")
     parser.add_argument("more", nargs="*", metavar="key=value", help="for the training")
     options = parser.parse_args()
-    store = make_store(options.dir, options.cells)
-    options.out.mkdir(parents=True, exist_ok=True)
+    folder = options.dir / str(options.cells)
+    ensure_embedded_store(folder / "store", cases=1, cells=options.cells)
     record = options.out / "full_surface.json"
     result: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
     result |= {
-        "cells": store.case(CASE).num_rows,
-        "machine": describe_machine(),
-        "date": datetime.date.today().isoformat(),
+        "cells": Store.open(folder / "store").case(CASE).num_rows,
+        **origin(),
         "note": options.note,
     }
     if options.skip != "train":
-        result["train"] = train(options.dir, options.ranks, options.more)
+        result["train"] = train(folder, options.ranks, options.more)
     if options.skip != "predict":
-        result["predict"] = predict(options.dir, options.memory_limit)
-    record.write_text(json.dumps(result, indent=2) + "\n")
-    (options.out / "full_surface.md").write_text(describe(result))
-    print(describe(result))
+        result["predict"] = predict(folder, options.memory_limit)
+    write_result(options.out, "full_surface", result, describe)
     measured = [result[name] for name in ("train", "predict") if name in result]
     return 0 if all(one["within"] for one in measured) else 1
 

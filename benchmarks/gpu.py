@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import gc
-import json
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -26,70 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.device import DTYPES, MeasuredDevice
 from benchmarks.plain_pytorch import PlainFlarePP
+from benchmarks.results import origin, write_result
 from cpflare.config import EngineConfig, config_from_dict
 from cpflare.engine import configure
 from cpflare.models import build_model
 from cpflare.models.published import load_published
 from cpflare.ops.attention import attend, attend_backward, statistics_dtype
-from cpflare.scaling.study import describe_machine
 
 HEADS, FEATURES, OUTPUTS = 8, 6, 4
-DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 # Outputs of a whole network, whose kernels differ: TF32 products and fp16 roundings.
 SAME = {"fp16": 3e-2, "fp32": 1e-3}
-
-
-class Bench:
-    """Times on one device."""
-
-    def __init__(self, device: torch.device, runs: int) -> None:
-        self.device, self.runs = device, runs
-        self.bandwidth = self._bandwidth()
-        self.rates: dict[str, float] = {}
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """The median time of a call, after two that warm up."""
-        for _ in range(2):
-            run()
-        return statistics.median(self._once(run) for _ in range(self.runs))
-
-    def _once(self, run: Callable[[], object]) -> float:
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            run()
-            return time.perf_counter() - start
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-    def peak(self) -> int | None:
-        """Bytes allocated at most since `reset_peak`; None where the device does not count."""
-        is_cuda = self.device.type == "cuda"
-        return torch.cuda.max_memory_allocated(self.device) if is_cuda else None
-
-    def reset_peak(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def _bandwidth(self) -> float:
-        size = 2**28 if self.device.type == "cuda" else 2**22
-        source = torch.empty(size, device=self.device)
-        target = torch.empty_like(source)
-        return 2 * 4 * size / self.seconds(lambda: target.copy_(source))
-
-    def rate(self, precision: str) -> float:
-        """Operations a second of a large matrix product."""
-        if precision not in self.rates:
-            size = 8192 if self.device.type == "cuda" else 256
-            a = torch.randn(size, size, device=self.device, dtype=DTYPES[precision])
-            self.rates[precision] = 2 * size**3 / self.seconds(lambda: a @ a)
-        return self.rates[precision]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +55,7 @@ WORK = {
 
 
 def measure_attention(
-    bench: Bench, precision: str, tokens: int, latents: int, channels: int
+    measured: MeasuredDevice, precision: str, tokens: int, latents: int, channels: int
 ) -> dict[str, Any]:
     """Encoder and decoder, forward and backward: ours, plain's, and the floor."""
     dtype, depth = DTYPES[precision], channels // HEADS
@@ -119,7 +63,7 @@ def measure_attention(
 
     def heads(rows: int) -> Tensor:
         """[1, H, rows, D] as a projection leaves it."""
-        t = torch.randn(1, rows, HEADS, depth, device=bench.device, dtype=dtype)
+        t = torch.randn(1, rows, HEADS, depth, device=measured.device, dtype=dtype)
         return t.transpose(1, 2)
 
     q, dz, k, v, dy = heads(latents), heads(latents), heads(tokens), heads(tokens), heads(tokens)
@@ -137,11 +81,11 @@ def measure_attention(
     for name, work in WORK.items():
         num_bytes = work.tensors * tokens * channels * dtype.itemsize
         operations = 2 * work.products * tokens * latents * channels
-        floor = max(num_bytes / bench.bandwidth, operations / bench.rate(precision))
-        seconds = bench.seconds(ours[name])
+        floor = max(num_bytes / measured.bandwidth, operations / measured.rate(precision))
+        seconds = measured.seconds(ours[name])
         results[name] = {
             "seconds": seconds,
-            "plain_seconds": bench.seconds(plain[name]),
+            "plain_seconds": measured.seconds(plain[name]),
             "floor_seconds": floor,
             "times_floor": seconds / floor,
         }
@@ -207,10 +151,10 @@ def networks(
 
 
 def measure_network(
-    bench: Bench, name: str, model: nn.Module, precision: str, inputs: Tensor
+    measured: MeasuredDevice, name: str, model: nn.Module, precision: str, inputs: Tensor
 ) -> dict[str, Any]:
     """Forward and step times, the first step's, peak memory, and a sample of the outputs."""
-    device = bench.device
+    device = measured.device
     autocast = torch.autocast(device.type, torch.float16) if precision == "fp16" else nullcontext()
     targets = torch.zeros(*inputs.shape[:2], OUTPUTS, device=device)
 
@@ -224,20 +168,20 @@ def measure_network(
         ((forward().float() - targets).square().mean() * 1024).backward()
 
     try:
-        bench.reset_peak()
+        measured.reset_peak()
         start = time.perf_counter()
         step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         first = time.perf_counter() - start
-        peak = bench.peak()
+        peak = measured.peak()
         with torch.no_grad():
             sample = forward()[0, :1000].float().cpu()
-            forward_s = bench.seconds(forward)
+            forward_s = measured.seconds(forward)
         return {
             "first_step_s": first,
             "forward_s": forward_s,
-            "step_s": bench.seconds(step),
+            "step_s": measured.seconds(step),
             "peak_bytes": peak,
             "sample": sample,
         }
@@ -248,21 +192,23 @@ def measure_network(
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All points of the table."""
     device = torch.device(options.device)
-    bench = Bench(device, options.runs)
+    measured = MeasuredDevice(device, options.runs)
     points = []
     for precision in options.precisions:
         for latents in options.latents:
             for tokens in options.tokens:
                 shape = {"precision": precision, "latents": latents, "tokens": tokens}
                 print(shape, flush=True)
-                attention = measure_attention(bench, precision, tokens, latents, options.channels)
+                attention = measure_attention(
+                    measured, precision, tokens, latents, options.channels
+                )
                 inputs = torch.rand(1, tokens, FEATURES, device=device)
                 steps: dict[str, Any] = {}
                 reference = None
                 for name, model in networks(
                     precision, latents, options.channels, options.blocks, device
                 ):
-                    result = measure_network(bench, name, model, precision, inputs)
+                    result = measure_network(measured, name, model, precision, inputs)
                     sample = result.pop("sample", None)
                     reference = sample if name == "plain, compiled" else reference
                     if sample is not None and reference is not None:
@@ -275,8 +221,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     torch.compiler.reset()
                 points.append({**shape, "attention": attention, "steps": steps})
     return {
-        "bandwidth": bench.bandwidth,
-        "rates": bench.rates,
+        "bandwidth": measured.bandwidth,
+        "rates": measured.rates,
         "points": points,
         "channels": options.channels,
         "blocks": options.blocks,
@@ -342,16 +288,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device is here; --device cpu tries the script")
-    record = measure(options)
-    is_cuda = options.device == "cuda"
-    record["device"] = torch.cuda.get_device_name() if is_cuda else "CPU"
-    record["machine"] = describe_machine()
-    record["date"] = datetime.date.today().isoformat()
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = record["device"].lower().replace(" ", "_")
-    (options.out / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
-    (options.out / f"{name}.md").write_text(describe(record))
-    print(describe(record))
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    record = {**measure(options), "device": name, **origin()}
+    write_result(options.out, name.lower().replace(" ", "_"), record, describe)
 
 
 if __name__ == "__main__":

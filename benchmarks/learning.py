@@ -1,13 +1,12 @@
 """Whether the embedded data need the whole geometry: FLARE++, the same without a mixer, the mean.
 
 Trains both networks with the quickstart's configuration and scores them on the test split, beside
-predicting the training mean:  python benchmarks/learning.py --out studies/learning.json
+predicting the training mean:  python -m benchmarks.learning --out studies/learning.json
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
@@ -17,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results import origin
 from cpflare.config import load_config
 from cpflare.data.store import Store
 from cpflare.evaluate.metrics import evaluate_case, mean_over_cases
-from cpflare.scaling.study import describe_machine
-from launch.embedded import EMBEDDED, ensure_embedded_store
+from data_prep.cars.embedded import EMBEDDED, ensure_embedded_store
 
 
 def mean_predictor(store: Store, split: str) -> dict[str, dict[str, float]]:
@@ -65,8 +64,7 @@ def main() -> None:
     ensure_embedded_store(path)
     store = Store.open(path)
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe_machine(),
+        **origin(),
         "ranks": options.ranks,
         "split": options.split,
         "cases": {name: len(cases) for name, cases in store.splits.items()},

@@ -11,7 +11,6 @@ python -m benchmarks.precision --precisions fp32 bf16 fp16     where there is a 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import subprocess
@@ -20,25 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import origin, write_result
 from cpflare.config import load_config
-from cpflare.data.store import MARK
-from cpflare.scaling.study import describe_machine
+from data_prep.cars.embedded import ensure_embedded_store
 
 CLAIM = 1.08
 METRICS = ("pressure_rel_l2", "wall_shear_rel_l2")
-
-
-def make_store(folder: Path, cases: int, cells: int) -> Path:
-    """A prepared synthetic store, made where it is absent."""
-    store = folder / f"store_{cases}_{cells}"
-    if not (store / MARK).is_file():
-        source = folder / f"source_{cases}_{cells}"
-        command = [sys.executable, "-m", "cpflare.cli"]
-        subprocess.run(
-            [*command, "synth", source, f"--cases={cases}", f"--cells={cells}"], check=True
-        )
-        subprocess.run([*command, "prep", source, store, "--dataset=drivaerml"], check=True)
-    return store
 
 
 def train(run: Path, overrides: Sequence[str]) -> dict[str, float]:
@@ -103,7 +89,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("studies/executors"))
     parser.add_argument("more", nargs="*", metavar="key=value")
     options = parser.parse_args()
-    store = make_store(options.dir, options.cases, options.cells)
+    store = options.dir / f"{options.cases}_{options.cells}" / "store"
+    ensure_embedded_store(store, cases=options.cases, cells=options.cells)
     results: dict[str, list[dict[str, float]]] = {}
     for seed in options.seeds:
         for precision in options.precisions:
@@ -126,13 +113,9 @@ def main() -> int:
         "overrides": options.more,
         "results": results,
         "ratios": compare(results),
-        "machine": describe_machine(),
-        "date": datetime.date.today().isoformat(),
+        **origin(),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "precision.json").write_text(json.dumps(record, indent=2) + "\n")
-    (options.out / "precision.md").write_text(describe(record))
-    print(describe(record))
+    write_result(options.out, "precision", record, describe)
     return (
         0 if all(r <= CLAIM for ratios in record["ratios"].values() for r in ratios.values()) else 1
     )

@@ -1,6 +1,6 @@
 """Measures `cpflare prep` on one DrivAerML-like file against `pyvista.read` of the same file.
 
-    python benchmarks/prep.py --cells 8200000 --dir FOLDER
+    python -m benchmarks.prep --cells 8200000 --dir FOLDER
 
 makes a closed surface of quads with DrivAerML's four cell arrays, once as inline base64 (as its
 files are inferred to be) and once as appended raw data, and measures the time and the peak memory
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import datetime
 import json
 import statistics
 import sys
@@ -26,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.memory import run_sampled
+from benchmarks.results import origin
 from cpflare.data.store import Store
-from cpflare.scaling.study import describe_machine
 
 Array = NDArray[Any]
 ENCODINGS = ("inline", "appended")
@@ -190,8 +189,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("studies/prep.json"))
     args = parser.parse_args()
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe_machine(),
+        **origin(),
         "files": {},
     }
     with tempfile.TemporaryDirectory() as temporary:

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from cpflare.train.run_dir import METRICS
+from data_prep.cars.embedded import ensure_embedded_store
 
 ROOT = Path(__file__).resolve().parent.parent
 _GROWTH = 1.02
@@ -51,21 +52,12 @@ def look_at(pid: int, step: int) -> Sample | None:
     return Sample(step, resident, files, int(status["Threads"]))
 
 
-def make_store(folder: Path) -> Path:
-    """Eight small cars."""
-    from data_prep.cars.synthetic import synthesise
-    from data_prep.vtp_to_zarr import prepare
-
-    synthesise(folder / "source", cases=8, cells=1000, seed=0)
-    prepare([folder / "source"], folder / "store", dataset="drivaerml", workers=0)
-    return folder / "store"
-
-
 def run(folder: Path, *, steps: int, every: int, ranks: int) -> dict[int, list[Sample]]:
     """Train, and return each rank's samples."""
-    run_dir = folder / "run"
+    run_dir, store = folder / "run", folder / "store"
+    ensure_embedded_store(store, cases=8, cells=1000)
     overrides = [
-        f"data.store={make_store(folder)}",
+        f"data.store={store}",
         f"run.dir={run_dir}",
         f"train.steps={steps}",
         f"train.checkpoint_every={every}",

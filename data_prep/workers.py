@@ -1,8 +1,9 @@
 """Runs conversions in fresh processes, so that a file which kills its reader fails by itself.
 
-Workers are started as `python -m data_prep.workers` and handed tasks through a pipe: unlike fork
-they share no threads with the parent, and unlike multiprocessing's spawn they do not run the
-parent's main module again. A worker whose parent is gone ends at once.
+Workers are started as `python -m data_prep.workers` and handed tasks through a socket: unlike fork
+they share no threads with the parent, and a worker whose parent is gone ends at once. Neither
+pebble nor `concurrent.futures` serves: their processes come from multiprocessing, whose spawn and
+forkserver both run the parent's main module again, and an orphan of theirs first ends its task.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -39,40 +40,37 @@ class Task:
 
 class _Worker:
     def __init__(self) -> None:
-        task_read, task_write = os.pipe()
-        done_read, done_write = os.pipe()
+        self.line, theirs = Pipe()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self.process = subprocess.Popen(
-            [*COMMAND, str(task_read), str(done_write)],
-            pass_fds=(task_read, done_write),
+            [*COMMAND, str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
             env=environment,
             stdin=subprocess.DEVNULL,
         )
-        os.close(task_read)
-        os.close(done_write)
-        self.tasks = Connection(task_write, readable=False)
-        self.done = Connection(done_read, writable=False)
-        self.name: str | None = None
+        theirs.close()
+        self.name = ""  # of its task
 
     def give(self, task: Task) -> None:
         self.name = task.name
-        with contextlib.suppress(BrokenPipeError):  # it has died: `result` says how
-            self.tasks.send(task)
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # it has died: `result` says how
+            self.line.send(task)
 
     def result(self, path: Path) -> tuple[Outcome, bool]:
         """The outcome of its task, and whether the worker lives on."""
         try:
-            outcome: Outcome = self.done.recv()
+            outcome: Outcome = self.line.recv()
             return outcome, True
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             code = self.process.wait()
             how = f"signal {-code}" if code < 0 else f"status {code}"
             hint = "; out of memory? use fewer workers" if code == -9 else ""
             return f"{path}: its process ended with {how}{hint}", False
 
     def stop(self, *, now: bool = False) -> None:
-        self.tasks.close()
-        self.done.close()
+        self.line.close()
         if now:
             self.process.kill()
         self.process.wait()
@@ -96,11 +94,10 @@ def run_tasks(
             while waiting and len(busy) < workers:
                 worker = idle.pop() if idle else _Worker()
                 worker.give(waiting.pop())
-                busy[worker.done] = worker
+                busy[worker.line] = worker
             for ready in wait(list(busy)):
                 assert isinstance(ready, Connection)
                 worker = busy.pop(ready)
-                assert worker.name is not None
                 outcome, alive = worker.result(todo[worker.name])
                 if alive:
                     idle.append(worker)
@@ -115,15 +112,14 @@ def run_tasks(
 
 
 def main() -> None:
-    """A worker: take tasks until the pipe closes, which it also does when the parent dies."""
-    tasks = Connection(int(sys.argv[1]), writable=False)
-    done = Connection(int(sys.argv[2]), readable=False)
+    """A worker: take tasks until the socket closes, which it also does when the parent dies."""
+    line = Connection(int(sys.argv[1]))
     arrived: queue.SimpleQueue[Task] = queue.SimpleQueue()
 
     def listen() -> None:
         while True:
             try:
-                arrived.put(tasks.recv())
+                arrived.put(line.recv())
             except (EOFError, OSError):
                 os._exit(0)  # also in the middle of a case: what it wrote lies aside
 
@@ -131,7 +127,7 @@ def main() -> None:
     while True:
         task = arrived.get()
         field_map = FieldMap.from_dict(task.field_map)
-        done.send(convert_case(task.writer, task.name, task.path, field_map, task.threads))
+        line.send(convert_case(task.writer, task.name, task.path, field_map, task.threads))
 
 
 if __name__ == "__main__":

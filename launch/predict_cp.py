@@ -15,7 +15,6 @@ from cpflare.engine import parallelize
 from cpflare.errors import ConfigError, DataError
 from cpflare.evaluate.job import Mesh, Predictor
 from cpflare.evaluate.predict import Inference, load_weights
-from cpflare.lifeline.lifeline import stop_on_signals
 from cpflare.log import set_up_logging
 from cpflare.models import build_model
 from cpflare.parallel.runtime import agreed, run_guarded, same_on_all
@@ -25,9 +24,10 @@ from cpflare.train.run_dir import WEIGHTS, RunDescription, read_run
 EXAMPLES = """\
 examples:
   torchrun --nproc_per_node=2 launch/predict_cp.py runs/quickstart --split test --out predictions
-  torchrun --nproc_per_node=4 launch/predict_cp.py runs/full --cases run_7,run_8 --out out --source
-  /data/raw torchrun --nproc_per_node=2 launch/predict_cp.py runs/full --mesh new_car.stl --out out
-  --ref-area 2.2
+  torchrun --nproc_per_node=4 launch/predict_cp.py runs/full --cases run_7,run_8 --out out \\
+      --source /data/raw
+  torchrun --nproc_per_node=2 launch/predict_cp.py runs/full --mesh new_car.stl --out out \\
+      --ref-area 2.2
 """
 
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
         store, cases = (None, ()) if options.mesh else _store_and_cases(options, run)
         if rank == 0:
             options.out.mkdir(parents=True, exist_ok=True)
-    with stop_on_signals(topology.lifeline):
+    with topology.stop.on_signals():
         if store is not None:
             written = predictor.predict_cases(store, cases, options.source)
         else:

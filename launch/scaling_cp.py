@@ -6,38 +6,25 @@ torchrun --nproc_per_node=2 launch/scaling_cp.py --model flarepp --tokens 200000
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch._dynamo  # large, and imported by torch's optimisers when the first is made
 
 from cpflare.arguments import Parser
-from cpflare.config import Config
-from cpflare.data.loader import Step
-from cpflare.data.store import Store
+from cpflare.config import ModelConfig
 from cpflare.errors import ConfigError
 from cpflare.log import set_up_logging
 from cpflare.parallel.comm import Communicator
-from cpflare.parallel.runtime import agreed, run_guarded, same_on_all
-from cpflare.parallel.topology import Topology, build_topology, environment_ranks, start_ranks
-from cpflare.scaling.measure import (
-    Bench,
-    Meter,
-    measure_loading,
-    record,
-    stored_steps,
-    synthetic_steps,
-)
-from cpflare.scaling.peers import PeerLearner, build_stepper
+from cpflare.parallel.runtime import run_guarded, same_on_all
+from cpflare.parallel.topology import build_topology, environment_ranks, start_ranks
+from cpflare.scaling.measure import record
+from cpflare.scaling.point import measure_point
 from cpflare.scaling.study import METHODS, Point
-from cpflare.scaling.turns import END, TIMED, WARMUP, OwnTurns, SocketTurns, Turn, Turns
-from cpflare.train.loop import Trainer
-from cpflare.train.step import Learner
+from cpflare.scaling.turns import OwnTurns, SocketTurns, Turns
 
 EXAMPLES = """\
 examples:
@@ -49,11 +36,6 @@ examples:
 the whole grid, with efficiencies:  cpflare scaling --help
 """
 
-_WINDOWS = 4
-"""Windows that are read without training, for the loader's own speed."""
-
-logger = logging.getLogger("cpflare")
-
 
 def parser() -> Parser:
     """The command line of one point."""
@@ -63,7 +45,8 @@ def parser() -> Parser:
         epilog=EXAMPLES,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration keys")
-    parser.add_argument("--model", default="flarepp", help="model.mixer (default flarepp)")
+    mixer = ModelConfig().mixer
+    parser.add_argument("--model", default=mixer, help=f"model.mixer (default {mixer})")
     parser.add_argument("--tokens", type=int, default=100_000, help="cells of a case, over all")
     parser.add_argument("--precision", default="fp32", help="train.precision (default fp32)")
     parser.add_argument("--executor", default="in_memory", help="in_memory or streamed")
@@ -119,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
         turns = OwnTurns(options.warmup, steps)
         if options.turns is not None:
             turns = SocketTurns(options.turns, [int(pid) for pid in pids])
-    measured = measure(point, config, topology, turns, options.store)
+    measured = measure_point(point, config, topology, turns, options.store)
     if turns is not None:
         text = json.dumps(measured, indent=1) + "\n"
         if options.out is not None:
@@ -127,77 +110,6 @@ def main(argv: Sequence[str]) -> None:
         elif options.turns is None:
             print(text, end="")
         turns.finish(measured)
-
-
-def measure(
-    point: Point,
-    config: Config,
-    topology: Topology,
-    turns: Turns | None,
-    store: Path | None = None,
-) -> dict[str, Any]:
-    """Do the steps that `turns` asks for (of rank 0; None elsewhere); the record of the point.
-
-    Collective.
-    """
-    between = Communicator(topology.world_comm.group)
-    meter = Meter(topology.device)  # all is imported and connected, nothing is built
-    loading: dict[str, Any] | None = None
-    steps: Iterator[Step]
-    learner: Learner | PeerLearner
-    with agreed(topology.world_comm):
-        if store is None:
-            learner = build_stepper(config, topology, point.method)
-        elif point.method == "ours":
-            trainer = Trainer(config, Store.open(store), topology)
-            learner = trainer.learner
-        else:
-            raise ConfigError(f"--store goes with method ours, not with {point.method}")
-    if store is None:
-        steps = synthetic_steps(config, topology)
-    else:
-        loading = measure_loading(trainer.reader, trainer.sampler, topology, _WINDOWS)
-        steps = stored_steps(trainer.reader, trainer.sampler, topology, trainer.total_steps)
-    bench = Bench(topology, learner.step, steps)
-    done: dict[int, list[dict[str, Any]]] = {WARMUP: [], TIMED: []}
-    while True:
-        what, count = next_turn(turns, between, topology)
-        if what == END:
-            break
-        turn = len(done[TIMED])
-        for _ in range(count):
-            sample = bench.step() | {"turn": turn}
-            done[what].append(sample)
-            logger.info("%s %.4g s", "step" if what == TIMED else "warm-up", max(sample["step_s"]))
-        if turns is not None:
-            turns.done(done[what][-count:] if count else [])
-    peaks = bench.gather([float(value) for value in (meter.idle, *meter.peak())])
-    idle, peak, reserved = ([int(value) for value in row] for row in zip(*peaks, strict=True))
-    return {
-        "point": point.to_dict(),
-        "config": {"model": config.to_dict()["model"], "engine": config.to_dict()["engine"]},
-        "parameters": sum(parameter.numel() for parameter in learner.model.parameters()),
-        "device": describe_device(topology.device),
-        "threads": torch.get_num_threads(),
-        "idle_bytes": idle,
-        "peak_bytes": peak,
-        "reserved_bytes": reserved,
-        "warmup": done[WARMUP],
-        "samples": done[TIMED],
-        "loading": loading,
-    }
-
-
-def next_turn(turns: Turns | None, between: Communicator, topology: Topology) -> Turn:
-    """What rank 0 is told, on every rank. Collective."""
-    what, count = (END, 0) if turns is None else turns.next()
-    told = between.broadcast(torch.tensor([what, count], device=topology.device)).tolist()
-    return int(told[0]), int(told[1])
-
-
-def describe_device(device: torch.device) -> str:
-    """The kind of memory that was measured, and of what."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 if __name__ == "__main__":

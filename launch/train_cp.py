@@ -14,12 +14,13 @@ import torch
 
 from cpflare.arguments import Parser, describe_keys
 from cpflare.config import load_config
-from cpflare.lifeline.lifeline import own_lifeline, stop_on_signals
+from cpflare.lifeline.lifeline import own_lifeline
 from cpflare.log import set_up_logging
 from cpflare.parallel.runtime import STOPPED, USER_ERROR, agreed, run_guarded, same_on_all
+from cpflare.parallel.stop import own_stop_request
 from cpflare.parallel.topology import build_topology, environment_ranks, resolve_axes, start_ranks
 from cpflare.train.loop import train
-from launch.embedded import EMBEDDED, ensure_embedded_store
+from data_prep.cars.embedded import EMBEDDED, ensure_embedded_store
 
 EXAMPLES = """\
 examples:
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
         torch.set_num_threads(1)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with stop_on_signals(own_lifeline()):
+    with own_stop_request().on_signals():
         _, device = start_ranks(config.parallel.timeout_s)
         topology = build_topology(config.parallel, device)
         if name is None:

@@ -200,7 +200,7 @@ class Predictor:
         """The items one after another; before each of them a signal may stop all ranks."""
         lifeline = self.topology.lifeline
         for item in tqdm(items, disable=not show_progress(self.topology.rank), unit="case"):
-            why = lifeline.safe_point()
+            why = self.topology.stop.agree(self.topology.world_comm, self.topology.device)
             if why is not None:
                 if self.topology.rank == 0:
                     logger.info("stopped on %s before case %s", why, item)

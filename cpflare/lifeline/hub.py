@@ -1,8 +1,7 @@
 """Rank 0's end of the lifeline: hears every rank, finds the cause of a failure, tells all.
 
-A rank says   hello (rank, token, host, pid, parent), beat (place), fault (status, late), stop,
-              next, bye;
-the hub says  welcome, beat, end (status, kill), prepare, stop_at, bye.
+A rank says   hello (rank, token, host, pid, parent), beat (place), fault (status, late), bye;
+the hub says  welcome, beat, end (status, kill), bye.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class _Member:
     heard: float
     place: str = "starting"
     late: str | None = None  # an error that another rank's failure may have caused
-    next: float | None = None  # the safe point that it reaches next
     left: bool = False
 
 
@@ -75,8 +73,6 @@ class Hub(threading.Thread):
         self._selector.register(listener, selectors.EVENT_READ)
         self._admit(own)
         self._blame_at = math.inf
-        self._why: str | None = None
-        self._agreed = False
         self._over = False
 
     def run(self) -> None:
@@ -95,7 +91,9 @@ class Hub(threading.Thread):
                     self._read(key.data)
             if not self._over and now - beaten >= self.interval:
                 beaten = now
-                self._tell(beat=True)
+                for member in self.members.values():
+                    if not member.left:
+                        member.wire.send(beat=True)
             if not self._over:
                 self._check(now)
 
@@ -145,14 +143,7 @@ class Hub(threading.Thread):
         self.members[rank] = member
         self._selector.modify(guest.wire, selectors.EVENT_READ, member)
         guest.wire.send(welcome=self.process)
-        if self._why is not None:
-            guest.wire.send(prepare=True)
         return member
-
-    def _tell(self, **message: Any) -> None:
-        for member in self.members.values():
-            if not member.left:
-                member.wire.send(**message)
 
     # ---- what ranks say ---------------------------------------------------------------------
 
@@ -164,15 +155,8 @@ class Hub(threading.Thread):
                 self._blame_at = min(self._blame_at, time.monotonic() + self.grace_s)
             else:
                 self._end(str(message["fault"]), int(message["status"]))
-        elif "stop" in message and self._why is None:
-            self._why = str(message["stop"])
-            self._tell(prepare=True)
-        elif "next" in message:
-            member.next = float(message["next"])
-            self._agree()
         elif "bye" in message:
-            member.left, member.next = True, math.inf
-            self._agree()
+            member.left = True
             if len(self.members) == self.world_size and all(
                 member.left for member in self.members.values()
             ):
@@ -180,18 +164,6 @@ class Hub(threading.Thread):
                 for each in self.members.values():
                     each.wire.send(bye=True)
                 self._await_close(set(self.members))
-
-    def _agree(self) -> None:
-        """Once every rank has said which safe point it reaches next, all stop at the furthest.
-
-        It is decided once: a rank that has stopped there may leave before another comes by.
-        """
-        points = [m.next for m in self.members.values() if m.next is not None]
-        if self._why is not None and len(points) == self.world_size and not self._agreed:
-            self._agreed = True
-            furthest = max(points)
-            # A rank that has left has finished, and so will the others.
-            self._tell(stop_at=-1 if math.isinf(furthest) else int(furthest), why=self._why)
 
     def _check(self, now: float) -> None:
         for key in list(self._selector.get_map().values()):

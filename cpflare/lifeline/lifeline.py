@@ -1,8 +1,9 @@
 """A line from every rank to rank 0 beside the collectives.
 
-Over it go signs of life, the cause of a failure, and requests to stop, so that no rank waits in a
-collective for one that is gone, and rank 0 can say why. A process that is not connected (a single
-rank) is its own master: nothing is sent and no thread runs.
+Over it go signs of life and the cause of a failure, so that no rank waits in a collective for one
+that is gone, and rank 0 can say why. A process that is not connected (a single rank) is its own
+master: nothing is sent and no thread runs. Requests to stop travel in the collectives themselves
+(`cpflare.parallel.stop`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -24,8 +25,6 @@ from cpflare.errors import TopologyError
 from cpflare.files import written_aside
 from cpflare.lifeline.hub import FAILED, Hub, print_error
 from cpflare.lifeline.wire import Wire
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _KEY = "lifeline"
 _CONNECT_S = 5.0
@@ -53,15 +52,9 @@ class Lifeline:
         """What this rank is doing, as a message has it: `step 12`. Whoever does it sets it."""
         self.status_file: Path | None = None
         """Where rank 0 writes its exit status, for a launcher that does not pass it on."""
-        self._request: str | None = None
         self._wire: Wire | None = None
         self._hub: Hub | None = None
-        self._changed = threading.Condition()
-        self._passed = 0  # safe points gone by
-        self._preparing = False
-        self._stop_at: int | None = None
-        self._left = False
-        self._wake: tuple[int, int] | None = None
+        self._left = threading.Event()
         self._first: dict[str, Any] = {}  # rank 0's process
 
     # ---- joining and leaving ----------------------------------------------------------------
@@ -103,8 +96,6 @@ class Lifeline:
         else:
             address = json.loads(store.get(_KEY))
             self._wire, early = _reach(address, hello, timeout_s)
-        self._wake = os.pipe()
-        os.set_blocking(self._wake[1], False)
         listening = threading.Thread(
             target=self._listen, args=(self._wire, early, silent_s), name="lifeline", daemon=True
         )
@@ -119,8 +110,7 @@ class Lifeline:
         if wire is None:
             return
         wire.send(bye=True)
-        with self._changed:
-            self._changed.wait_for(lambda: self._left)
+        self._left.wait()
         self._wire = None
         if self._hub is not None:
             self._hub.join()
@@ -131,31 +121,6 @@ class Lifeline:
         return self._wire is not None
 
     # ---- what the main thread says ----------------------------------------------------------
-
-    def request_stop(self, why: str) -> None:
-        """Ask all ranks to stop at a common safe point. May be called by a signal's handler."""
-        if self._request is None:
-            self._request = why
-            if self._wake is not None:
-                # A full pipe has woken the thread already.
-                with suppress(BlockingIOError):
-                    os.write(self._wake[1], b"s")
-
-    def safe_point(self) -> str | None:
-        """Where a run may stop: the reason why it shall, or None. All ranks get the same answer.
-
-        Every rank must come by the same safe points in the same order. Communication: none, unless
-        a stop was asked for: then one short exchange beside the collectives.
-        """
-        if self._wire is None:
-            return self._request
-        with self._changed:
-            # The answer comes from the ranks' threads, whatever their main threads wait for.
-            self._changed.wait_for(lambda: not self._preparing or self._stop_at is not None)
-            if self._stop_at == self._passed:
-                return self._request
-            self._passed += 1
-        return None
 
     def fail(self, message: str, status: int, *, late: bool = False) -> None:
         """Tell all ranks why this one cannot go on; rank 0 prints it once and all end with
@@ -184,58 +149,41 @@ class Lifeline:
 
     def _listen(self, wire: Wire, early: list[dict[str, Any]], silent_s: float) -> None:
         interval = min(1.0, silent_s / 5)
-        assert self._wake is not None
         for message in early:
-            self._hear(wire, message)
+            self._hear(message)
         heard = beaten = woke = time.monotonic()
-        asked = False
         while True:
-            line, wake = wire.fileno(), self._wake[0]
-            ready, _, _ = select.select([line, wake], [], [], interval / 2)
+            ready, _, _ = select.select([wire], [], [], interval / 2)
             now = time.monotonic()
             if now - woke > silent_s / 2:  # this process itself was stopped
                 heard = now
             woke = now
-            if wake in ready:
-                os.read(wake, 64)
-            if self._request is not None and not asked:
-                asked = True
-                wire.send(stop=self._request)
             if now - beaten >= interval:
                 beaten = now
                 wire.send(beat=True, place=self.place)
-            if line in ready:
+            if ready:
                 heard = now
                 try:
                     messages = wire.receive()
                 except EOFError:
                     self._orphaned("its process was killed or crashed")
                 for message in messages:
-                    self._hear(wire, message)
-                if self._left:
+                    self._hear(message)
+                if self._left.is_set():
                     wire.close()
                     return
             if now - heard > silent_s:
                 _kill_siblings([self._first])
                 self._orphaned(f"no sign of life for {silent_s:.0f} s; it was stopped or cut off")
 
-    def _hear(self, wire: Wire, message: dict[str, Any]) -> None:
+    def _hear(self, message: dict[str, Any]) -> None:
         if "end" in message:
             _kill_siblings(message.get("kill", []))
             self._end(int(message["status"]))
         if "welcome" in message:
             self._first = message["welcome"]
-        with self._changed:
-            if "prepare" in message:
-                # From now on the main thread waits at its next safe point for the decision.
-                self._preparing = True
-                wire.send(next=self._passed)
-            elif "stop_at" in message:
-                self._request = self._request or str(message["why"])
-                self._stop_at = int(message["stop_at"])
-            elif "bye" in message:
-                self._left = True
-            self._changed.notify_all()
+        if "bye" in message:
+            self._left.set()
 
     def _orphaned(self, why: str) -> NoReturn:
         """Rank 0 is gone: one rank a host says so, and all end."""
@@ -265,21 +213,6 @@ _own = Lifeline()
 def own_lifeline() -> Lifeline:
     """This process's end. A process is one rank, so there is one."""
     return _own
-
-
-@contextmanager
-def stop_on_signals(lifeline: Lifeline) -> Iterator[None]:
-    """Let SIGTERM and SIGUSR1 ask for a stop at the next safe point while inside."""
-
-    def ask(number: int, _: object) -> None:
-        lifeline.request_stop(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def own_addresses() -> list[str]:

@@ -15,6 +15,7 @@ from cpflare.config import ParallelConfig
 from cpflare.errors import TopologyError
 from cpflare.lifeline.lifeline import Lifeline, own_lifeline
 from cpflare.parallel.comm import Communicator
+from cpflare.parallel.stop import StopRequest, own_stop_request
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Topology:
     world_comm: Communicator
     cp_comm: Communicator
     lifeline: Lifeline = field(default_factory=own_lifeline)
+    stop: StopRequest = field(default_factory=own_stop_request)
 
     @property
     def cp_rank(self) -> int:

@@ -106,7 +106,7 @@ def record(topology: Topology, delay_s: float = 0.0) -> Topology:
     return dataclasses.replace(topology, world_comm=world, cp_comm=cp)
 
 
-class Meter:
+class MemoryMeter:
     """Memory of this process above what it holds when the meter is made: an idle process.
 
     On a GPU what torch has allocated and reserved there; on a CPU what is resident.
@@ -162,7 +162,7 @@ def stored_steps(
     return prefetch(reader.read, sampler, 0, num_steps, topology.dp, topology.dp_rank)
 
 
-class Bench:
+class StepMeter:
     """Measures steps of one point. Collective: every rank makes one and calls it alike."""
 
     def __init__(self, topology: Topology, stepper: Stepper, steps: Iterator[Step]) -> None:

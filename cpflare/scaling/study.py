@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cpflare.config import Config, load_config
 from cpflare.errors import ConfigError, DataError
 from cpflare.files import one_line, written_aside
+from cpflare.scaling.machine import describe_machine
 
 SCHEMA = 1
 METHODS = ("ours", "textbook", "per_parameter", "gather", "ddp", "separate")
@@ -27,8 +24,7 @@ NETWORKS = ("local", "hosts", "emulated")
 class Point:
     """One measurement: a model on a number of tokens and ranks.
 
-    `method` is how tokens and gradients travel: ours, or one of those of
-    `cpflare.scaling.peers`.
+    `method` is how tokens and gradients travel: ours, or one of those of `cpflare.scaling.peers`.
     `network`: local, all ranks on one host; hosts, each rank on a host of its own (a network
     namespace) behind a link of `latency_ms` one way and `rate_mbit` (0: unlimited); emulated, a
     wait of `latency_ms` before each collective.
@@ -194,36 +190,3 @@ def missing(study: Study, points: Iterable[Point]) -> list[list[Point]]:
         for family in families.values()
         if any(point.name not in study.records for point in family)
     ]
-
-
-def describe_machine() -> dict[str, Any]:
-    """Processor, accelerators and versions."""
-    machine: dict[str, Any] = {
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    if torch.cuda.is_available():
-        machine["gpus"] = [
-            torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
-        ]
-        machine["cuda"] = torch.version.cuda
-    return machine
-
-
-def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The first processor that Linux lists in `cpuinfo`, with its generation where it tells.
-
-    Virtual machines call several generations by one name ("AMD EPYC").
-    """
-    # Other systems have no such file, processors of other kinds no such lines.
-    first = cpuinfo.read_text().split("\n\n")[0] if cpuinfo.exists() else ""
-    fields = (line.partition(":") for line in first.splitlines())
-    values = {key.strip(): value.strip() for key, _, value in fields}
-    name = values.get("model name") or platform.processor() or platform.machine()
-    keys = ("cpu family", "model", "stepping", "CPU part")
-    generation = [f"{key.removeprefix('cpu ')} {values[key]}" for key in keys if key in values]
-    return f"{name} ({', '.join(generation)})" if generation else name

@@ -44,6 +44,16 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return header, [_cells(row) for row in rows]
 
 
+def to_text(rows: Sequence[Row]) -> str:
+    """The same table for a terminal."""
+    header, cells = table(rows)
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    return "\n".join(
+        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+        for line in (header, *cells)
+    )
+
+
 def _cells(row: Row) -> list[str]:
     point = row.point
     how = point.method if point.executor == "in_memory" else f"{point.method}, {point.executor}"

@@ -45,7 +45,7 @@ class OwnTurns:
         """Nobody waits for it."""
 
 
-class Wire:
+class JsonLines:
     """JSON objects, one a line, over a connected socket."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -78,18 +78,18 @@ class SocketTurns:
     def __init__(self, path: Path, pids: Sequence[int]) -> None:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(path))
-        self.wire = Wire(connection)
-        self.wire.send(pids=list(pids))  # of all ranks
+        self.lines = JsonLines(connection)
+        self.lines.send(pids=list(pids))  # of all ranks
 
     def next(self) -> Turn:
-        message = self.wire.receive()
+        message = self.lines.receive()
         if message is None:  # the study is gone; end in good order
             return END, 0
         return message["what"], message["steps"]
 
     def done(self, samples: Sequence[dict[str, Any]]) -> None:
-        self.wire.send(samples=list(samples))
+        self.lines.send(samples=list(samples))
 
     def finish(self, record: dict[str, Any]) -> None:
-        self.wire.send(record=record)
-        self.wire.close()
+        self.lines.send(record=record)
+        self.lines.close()

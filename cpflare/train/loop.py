@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -189,7 +189,7 @@ class Trainer:
             topology.dp_rank,
         )
         with closing(steps):
-            self._stop_if_asked(reporter)
+            self._stop_if_asked(reporter, self._asked())
             self._evaluate_if_due(reporter)
             lifeline.place = f"{self._next_step()}, reading"
             for step in steps:
@@ -201,7 +201,7 @@ class Trainer:
                 self.progress.step = step.number + 1
                 reporter.step(self._describe(step) | event)
                 self.writer.check()
-                self._stop_if_asked(reporter)
+                self._stop_if_asked(reporter, self.learner.why_stop)
                 self._evaluate_if_due(reporter)
                 lifeline.place = f"{self._next_step()}, reading"
         lifeline.place = "writing the final weights"
@@ -220,13 +220,14 @@ class Trainer:
         write_weights(self.run_dir / WEIGHTS, self.learner.weights(averaged=True))
         logger.info("wrote %s", self.run_dir / WEIGHTS)
 
-    def _stop_if_asked(self, reporter: Reporter) -> None:
-        why = self.topology.lifeline.safe_point()
-        if why is not None:
-            self._stop(reporter, why)
+    def _asked(self) -> str | None:
+        """Whether a signal asks for a stop, where no step has told. Collective."""
+        return self.topology.stop.agree(self.topology.world_comm, self.topology.device)
 
-    def _stop(self, reporter: Reporter, why: str) -> NoReturn:
+    def _stop_if_asked(self, reporter: Reporter, why: str | None) -> None:
         """Leave a checkpoint of all steps done, and end. Collective."""
+        if why is None:
+            return
         self.save(reporter, last=True)
         if self.topology.rank == 0:
             logger.info(
@@ -258,7 +259,7 @@ class Trainer:
             try:
                 improved = self.evaluate(reporter, whole=last)
             except StopInEvaluation as stop:
-                self._stop(reporter, stop.why)
+                self._stop_if_asked(reporter, stop.why)
         self.progress.evaluated = done
         due = train.checkpoint_every and done % train.checkpoint_every == 0
         if not last and (improved or due):

@@ -20,6 +20,7 @@ from cpflare.engine import configure, parallelize
 from cpflare.errors import NonFiniteError
 from cpflare.models import build_model
 from cpflare.parallel.grad_sync import sum_gradients
+from cpflare.parallel.stop import STOP_SIGNALS, stop_reason
 from cpflare.parallel.topology import Topology
 from cpflare.precision import autocast, weight_dtype
 from cpflare.train.loss import case_loss
@@ -38,19 +39,25 @@ class StepSums(NamedTuple):
     loss: float
     peak_bytes: int  # of the rank with the most
     culprits: list[int]  # the ranks whose own loss or gradient is not finite
+    why_stop: str | None  # the signal that asks all ranks to stop
 
     @staticmethod
     def pack(loss: Tensor, peak_bytes: int, non_finite: Tensor, topology: Topology) -> Tensor:
-        """This rank's share as one vector, of scalars `loss` and `non_finite`.  [1 + 2 ranks]"""
+        """This rank's share as one vector, of scalars `loss` and `non_finite`.
+
+        -> [1 + signals + 2 ranks]. Its votes for a stop are taken at the last moment.
+        """
         peaks, flags = loss.new_zeros(2, topology.world_size)
         peaks[topology.rank], flags[topology.rank] = peak_bytes, non_finite
-        return torch.cat([loss[None], peaks, flags])
+        return torch.cat([loss[None], loss.new_tensor(topology.stop.votes), peaks, flags])
 
     @classmethod
     def unpack(cls, total: Tensor) -> StepSums:
         """The record of the summed shares."""
-        peaks, flags = total[1:].reshape(2, -1)
-        return cls(float(total[0]), int(peaks.max()), flags.nonzero()[:, 0].tolist())
+        loss, votes, ranks = total.split([1, len(STOP_SIGNALS), len(total) - 1 - len(STOP_SIGNALS)])
+        peaks, flags = ranks.reshape(2, -1)
+        culprits = flags.nonzero()[:, 0].tolist()
+        return cls(float(loss), int(peaks.max()), culprits, stop_reason(votes.tolist()))
 
 
 class Learner:
@@ -68,6 +75,7 @@ class Learner:
         self.scaler = torch.amp.GradScaler(topology.device.type, enabled=train.precision == "fp16")
         self.average = MovingAverage(self.model, train.ema) if train.ema else None
         self.overflows = 0  # fp16 steps skipped in a row
+        self.why_stop: str | None = None  # after a step: the signal that asks all ranks to stop
 
     def step(self, step: Step) -> dict[str, Any]:
         """Train on a step's samples; returns what metrics.jsonl tells of it.
@@ -93,6 +101,7 @@ class Learner:
         limit = self.config.clip or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
         sums = StepSums.unpack(total)  # the host waits here, with the norm on its way
+        self.why_stop = sums.why_stop
         lr = float(self.schedule.get_last_lr()[0])
         self._update(step, norm, sums)
         step_s = time.perf_counter() - start + step.wait_s

@@ -124,6 +124,25 @@ def test_an_evaluation_is_left_and_made_up_for(store, whole, tmp_path):
     go_on(store, whole, tmp_path)
 
 
+def slow_down_replicas(rank):
+    """One of them far behind the other."""
+    from cpflare.train import validate
+
+    predict = validate.predict_shard
+    validate.predict_shard = lambda *arguments: (time.sleep(1.0 + rank), predict(*arguments))[1]
+
+
+def test_replicas_leave_an_evaluation_together(store, tmp_path):
+    """Before its third case, whose round both begin together: the first has one more to do."""
+    overrides = overrides_of(store, tmp_path / "run", "parallel.dp=2")
+    run = runs.start(2, overrides, tmp_path / "log", slow_down_replicas)
+    run.wait_for(lambda: len(lines_of(tmp_path / "run")) == 6)
+    run.signal(signal.SIGUSR1, [1])
+    assert run.wait(SOON_S) == [STOPPED, STOPPED], run.text
+    assert read_metrics(tmp_path / "run", "eval") == []
+    assert "stopped on SIGUSR1 after step 6 of" in run.text
+
+
 @pytest.mark.slow
 def test_the_last_evaluation_is_made_up_for_and_the_weights_are_written(store, whole, tmp_path):
     """The steps are done, but the run is not finished."""

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from cpflare.cli import plan as command
 from cpflare.config import load_config
 from cpflare.errors import ConfigError, DataError
 from cpflare.models import build_model
-from cpflare.plan import command
 from cpflare.plan.calibrate import calibrate, check
 from cpflare.plan.counting import CPU_ATTENTION, count_costs, probe_counts
 from cpflare.plan.devices import DEVICES, LINKS, find_device, find_link, measure_cpu

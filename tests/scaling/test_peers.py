@@ -8,7 +8,7 @@ import torch
 from cpflare.errors import ConfigError
 from cpflare.parallel.topology import build_topology
 from cpflare.scaling.efficiency import theory_bytes, theory_messages
-from cpflare.scaling.measure import Bench, record, synthetic_steps
+from cpflare.scaling.measure import StepMeter, record, synthetic_steps
 from cpflare.scaling.peers import build_stepper
 from cpflare.scaling.study import METHODS, Point
 from support.harness import run_ranks
@@ -24,7 +24,7 @@ def _two_steps(rank, world_size, method, model="flarepp"):
     topology = record(build_topology(config.parallel, torch.device("cpu")))
     learner = build_stepper(config, topology, method)
     steps = synthetic_steps(config, topology)
-    sample = Bench(topology, learner.step, steps).step()
+    sample = StepMeter(topology, learner.step, steps).step()
     facts = learner.step(next(steps))
     weights = torch.cat([p.detach().reshape(-1) for p in learner.model.parameters()])
     return facts["loss"], facts["grad_norm"], sample, weights
@@ -67,7 +67,7 @@ def test_ours_sends_what_the_theory_says(runs):
     assert sample["calls"] == {"all_gather": encoders, "all_reduce_sum": encoders + 1}
     parameters = runs["ours"][0][3].numel()
     values = encoders * LATENTS * (CHANNELS + HEADS) + encoders * LATENTS * CHANNELS
-    extras = 1 + 2 * 2  # the loss, and two checks of each rank
+    extras = 1 + 2 * 2 + 2  # the loss, two checks of each rank, a vote for each stop signal
     assert sample["bytes"] == [8 * (values + parameters + extras)] * 2
 
 

@@ -10,9 +10,11 @@ import torch
 
 from cpflare.errors import ConfigError
 from cpflare.scaling.efficiency import summarise
+from cpflare.scaling.machine import describe_machine
+from cpflare.scaling.protocol import Protocol
 from cpflare.scaling.quiet import Probe, Quiet
-from cpflare.scaling.run import Protocol, measure_in_turns
-from cpflare.scaling.study import Point, Study, describe_machine
+from cpflare.scaling.run import measure_in_turns
+from cpflare.scaling.study import Point, Study
 from cpflare.scaling.table import describe
 
 MODEL = ("model.channels=16", "model.heads=2", "model.blocks=1", "model.latents=4")

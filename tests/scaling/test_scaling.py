@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from benchmarks import compare_peers
+from cpflare.cli import scaling
 from cpflare.errors import ConfigError, DataError
 from cpflare.parallel.topology import build_topology
-from cpflare.scaling import command as scaling
 from cpflare.scaling.efficiency import summarise
-from cpflare.scaling.measure import Bench, Meter, record, synthetic_steps
+from cpflare.scaling.grid import grid, points_of, read_study_file
+from cpflare.scaling.machine import cpu_name, describe_machine
+from cpflare.scaling.measure import MemoryMeter, StepMeter, record, synthetic_steps
 from cpflare.scaling.plots import to_html, write_study
-from cpflare.scaling.run import Protocol, grid
-from cpflare.scaling.study import Point, Study, cpu_name, describe_machine, missing
+from cpflare.scaling.protocol import Protocol
+from cpflare.scaling.study import Point, Study, missing
 from cpflare.scaling.table import to_csv, to_markdown
 from cpflare.train.step import Learner
 from support.harness import run_ranks
@@ -40,7 +42,7 @@ def _measure(rank, world_size, slow_rank_s=0.0, extra_mib=0, delay_s=0.0):
     config = point.config()
     topology = record(build_topology(config.parallel, torch.device("cpu")), delay_s)
     learner = Learner(config, topology, cases_per_step=1, total_steps=10)
-    meter = Meter(topology.device)
+    meter = MemoryMeter(topology.device)
 
     def step(sample):
         facts = learner.step(sample)
@@ -49,7 +51,7 @@ def _measure(rank, world_size, slow_rank_s=0.0, extra_mib=0, delay_s=0.0):
             torch.ones(extra_mib * MIB // 4).sum()
         return facts
 
-    bench = Bench(topology, step, synthetic_steps(config, topology))
+    bench = StepMeter(topology, step, synthetic_steps(config, topology))
     samples = [bench.step() for _ in range(3)]
     peaks = bench.gather([float(meter.idle), float(meter.peak()[0])])
     return samples, [(peak - idle) / MIB for idle, peak in peaks]
@@ -76,7 +78,7 @@ def test_a_large_allocation_on_one_rank_shows_in_its_peak():
 def test_the_peak_starts_from_the_idle_process():
     spent = torch.ones(200 * MIB // 4)
     del spent
-    meter = Meter(torch.device("cpu"))
+    meter = MemoryMeter(torch.device("cpu"))
     held = torch.ones(50 * MIB // 4)
     above = (meter.peak()[0] - meter.idle) / MIB
     assert 45 < above < 120, held.shape
@@ -313,17 +315,17 @@ def test_a_study_file_is_read_strictly(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text("grids:\n  - {models: [flare], tokens: [10], ranks: [1], speed: 3}\n")
     with pytest.raises(ConfigError, match="unknown key 'speed'"):
-        scaling.read_plan(path)
+        read_study_file(path)
     path.write_text("title: nothing\n")
     with pytest.raises(ConfigError, match="needs a list 'grids:'"):
-        scaling.read_plan(path)
+        read_study_file(path)
 
 
 def test_the_shipped_study_files_are_grids():
     for path in (ROOT / "configs/studies").glob("*.yaml"):
-        plan = scaling.read_plan(path)
+        plan = read_study_file(path)
         Protocol(**plan["protocol"])
-        points = list(scaling._points(plan["grids"], []))
+        points = points_of(plan["grids"])
         families = {point.family for point in points}
         assert families == {point.family for point in points if point.ranks == 1}
 

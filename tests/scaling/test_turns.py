@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from cpflare.errors import ConfigError
-from cpflare.scaling.run import Protocol, measure_in_turns
+from cpflare.scaling.protocol import Protocol
+from cpflare.scaling.run import measure_in_turns
 from cpflare.scaling.study import Point
 
 MODEL = ("model.channels=16", "model.heads=2", "model.blocks=1", "model.latents=4")

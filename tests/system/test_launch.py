@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from cpflare.data.store import Store
 from cpflare.parallel.partition import shard_bounds
+from data_prep.cars import embedded
 from data_prep.vtp_to_zarr import prepare
-from launch import embedded, predict_cp, train_cp
+from launch import predict_cp, train_cp
 from support.paths import ROOT
 from support.stores import (
     SMALL,

@@ -1,4 +1,4 @@
-"""Predicts memory and step time of a training on a machine, with or without having it.
+"""`cpflare plan`: memory and step time of a training on a machine, with or without having it.
 
 cpflare plan --cells 8.6e6 --ranks 4 --config drivaerml_flarepp --device h100
 """

@@ -14,32 +14,27 @@ EMBEDDED = "quickstart"
 CASES, CELLS, SEED = 64, 6000, 0
 
 
-def ensure_embedded_store(store: str | Path) -> None:
+def ensure_embedded_store(
+    store: str | Path, *, cases: int | None = None, cells: int | None = None
+) -> None:
     """Make the embedded data set beside `store` and prepare it, unless the store is there.
+
+    `cases` and `cells` are those of the quickstart where they are not given.
 
     Raises:
         DataError: a case could not be prepared.
     """
+    # Training that has a store needs none of it.
     from data_prep.cars.synthetic import synthesise
     from data_prep.vtp_to_zarr import prepare
 
-    store = Path(store)
+    store, cases, cells = Path(store), cases or CASES, cells or CELLS
     if (store / MARK).is_file():
         return
     source = store.parent / "source"
-    logger.info("making the embedded data set: %d cases of about %d cells", CASES, CELLS)
-    synthesise(source, cases=CASES, cells=CELLS, seed=SEED)
-    summary = prepare(
-        [source],
-        store,
-        dataset="drivaerml",
-        field_map=None,
-        splits=None,
-        split_seed=SEED,
-        workers=1,
-        seed=SEED,
-        overwrite=False,
-    )
+    logger.info("making the embedded data set: %d cases of about %d cells", cases, cells)
+    synthesise(source, cases=cases, cells=cells, seed=SEED)
+    summary = prepare([source], store, dataset="drivaerml", split_seed=SEED, seed=SEED)
     if not summary.ok:
         case, reason = next(iter(summary.failed.items()))
         raise DataError(f"embedded case {case} could not be prepared: {reason}")

@@ -180,8 +180,8 @@ def train(context: typer.Context) -> None:
     from cpflare.config import load_config
     from cpflare.data.store import Store
     from cpflare.parallel.topology import resolve_axes
+    from data_prep.cars.embedded import EMBEDDED
     from launch import train_cp
-    from launch.embedded import EMBEDDED
 
     num_ranks, arguments = _ranks_of(context.args, train_cp.parser())
     options = train_cp.parser().parse_args(arguments)
@@ -205,23 +205,23 @@ def predict(context: typer.Context) -> None:
     _launch("launch.predict_cp", arguments, num_ranks)
 
 
-@app.command(**_PASS_ON)
-def scaling(context: typer.Context) -> None:
+@app.command("scaling", **_PASS_ON)
+def measure_scaling(context: typer.Context) -> None:
     """Measure strong scaling: cpflare scaling --models flare,flarepp --ranks 1,2 --out OUT"""
-    from cpflare.scaling import command as scaling
+    from cpflare.cli import scaling
 
-    _run(scaling, context.args)
+    _pass_to(scaling, context.args)
 
 
-@app.command(**_PASS_ON)
-def plan(context: typer.Context) -> None:
+@app.command("plan", **_PASS_ON)
+def plan_training(context: typer.Context) -> None:
     """Predict memory and step time: cpflare plan --cells 8.6e6 --ranks 4 --device h100"""
-    from cpflare.plan import command as plan
+    from cpflare.cli import plan
 
-    _run(plan, context.args)
+    _pass_to(plan, context.args)
 
 
-def _run(module: Any, arguments: Sequence[str]) -> None:
+def _pass_to(module: Any, arguments: Sequence[str]) -> None:
     """Run a tool that has a command line of its own, and answer --help with it."""
     if "--help" in arguments or "-h" in arguments:
         module.parser().print_help()
@@ -276,7 +276,3 @@ def main() -> None:
             raise
         print(f"error: {describe()}; see cpflare --help", file=sys.stderr)
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()
