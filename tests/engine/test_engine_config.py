@@ -56,7 +56,7 @@ def predict(model, inputs, precision="fp64", **engine):
         ({"executor": "streamed", "offload": "host"}, StreamedExecutor(host=True)),
         ({"recompute": "pointwise"}, StreamedExecutor()),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_executor_follows_the_configuration(engine, executor):
     model = build()

