@@ -1,3 +1,3 @@
-"""cpflare: exact context-parallel training and inference of FLARE and FLARE++ on large meshes."""
+"""cpflare: exact context-parallel training and inference of low-rank attention on large meshes."""
 
 __version__ = "0.1.0"
