@@ -207,6 +207,7 @@ class Predictor:
                 raise Stopped(why)
             lifeline.place = f"case {item}"
             yield item
+        lifeline.place = ""
 
 
 def _source_mesh(case: Case, source: Path | None) -> Path | str:

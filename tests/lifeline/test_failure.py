@@ -292,6 +292,7 @@ def test_torchrun_starts_killed_ranks_again_as_often_as_it_may_and_leaves_none(s
             first = runs.children_of(launcher.pid)
             os.kill(first[1], signal.SIGKILL)
             wait_for_text(tmp_path / "log", "resumed after step")
+            wait_for_more_lines(tmp_path / "run" / "metrics.jsonl")
             second = runs.children_of(launcher.pid)
             os.kill(second[1], signal.SIGKILL)
             assert launcher.wait(SOON_S) == 1
@@ -301,6 +302,14 @@ def test_torchrun_starts_killed_ranks_again_as_often_as_it_may_and_leaves_none(s
     assert [message.split(" step ")[0] for message in messages] == ["error: [rank 1]"] * 2
     assert (tmp_path / "status").read_text() == "1\n"
     assert not any(os.path.exists(f"/proc/{pid}") for pid in [*first, *second])
+
+
+def wait_for_more_lines(path):
+    """Until every rank has taken a step: rank 0 says that it goes on before the others begin."""
+    before, deadline = len(path.read_text().splitlines()), time.monotonic() + 90
+    while len(path.read_text().splitlines()) < before + 3:
+        assert time.monotonic() < deadline, f"{path} does not grow"
+        time.sleep(0.05)
 
 
 def wait_for_text(path, text):

@@ -1,6 +1,6 @@
 """A mixer that is added is known to everything: ranks, executors, training, plan, prediction, page.
 
-Importing `support.own_mixer` registers it; nothing else in the house has heard of it.
+`support.own_mixer` registers it; nothing else in the house has heard of it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ ENGINES = {
 EXACT = 1e-10
 
 
+@pytest.fixture(autouse=True)
+def _registered():
+    with own_mixer.registered():
+        yield
+
+
 def build():
-    assert own_mixer.MIXERS["own"].title
     model = build_model(config_from_dict({"model": SIZES, "train": {"precision": "fp64"}}))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -47,7 +52,9 @@ def build():
 
 def run_shard(rank, world_size, sizes, engine, inputs, targets):
     """This rank's outputs, and its part of every gradient."""
-    model = parallelize(build(), dist.group.WORLD if world_size > 1 else None)
+    with own_mixer.registered():
+        model = build()
+    parallelize(model, dist.group.WORLD if world_size > 1 else None)
     if engine is not None:
         configure(model, ENGINES[engine])
     shard = inputs.split(sizes, dim=1)[rank].requires_grad_()
@@ -83,8 +90,8 @@ def test_its_messages_and_costs_are_counted():
 
 
 def train_own(rank, world_size, overrides):
-    assert "own" in own_mixer.MIXERS  # this module has registered it on the rank
-    return train_rank(rank, world_size, overrides)
+    with own_mixer.registered():
+        return train_rank(rank, world_size, overrides)
 
 
 def test_it_trains_resumes_predicts_and_is_reported(tmp_path):
