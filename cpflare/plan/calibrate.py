@@ -13,8 +13,8 @@ from cpflare.plan.counting import count_costs
 from cpflare.plan.devices import LINKS, Device, Link
 from cpflare.plan.planner import Planner, Rates, default_chunk, table_rates
 from cpflare.scaling.efficiency import peak_bytes, step_seconds
+from cpflare.scaling.messages import messages_of
 from cpflare.scaling.study import Point, Study
-from cpflare.scaling.theory import messages_of
 
 _FEWEST_POINTS = 3
 

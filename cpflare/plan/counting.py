@@ -23,7 +23,7 @@ from cpflare.config import Config
 from cpflare.engine import configure
 from cpflare.models import build_model
 from cpflare.precision import autocast, weight_dtype
-from cpflare.scaling.theory import cache_key, what_counts
+from cpflare.scaling.messages import cache_key, what_counts
 from cpflare.train.loss import case_loss
 
 aten = torch.ops.aten

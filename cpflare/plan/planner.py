@@ -12,7 +12,7 @@ from cpflare.engine.chunks import GPU_CHUNK, cpu_chunk_tokens
 from cpflare.plan.counting import Costs, count_costs
 from cpflare.plan.devices import Device, Link
 from cpflare.precision import weight_dtype
-from cpflare.scaling.theory import Message, messages_of
+from cpflare.scaling.messages import Message, messages_of
 
 MOST_RANKS = 1024
 _PAYS = 1.25

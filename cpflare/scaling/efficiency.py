@@ -10,8 +10,8 @@ import numpy as np
 
 from cpflare.config import config_from_dict
 from cpflare.ops.merge import GATHER_UP_TO
+from cpflare.scaling.messages import Message, messages_of
 from cpflare.scaling.study import METHODS, Point, Study
-from cpflare.scaling.theory import Message, messages_of
 
 _OTHER_MESSAGES = ("gather", "ddp", "separate")
 """Methods that the theory of the merge is not of."""

@@ -25,8 +25,8 @@ from cpflare.plan.planner import (
     table_rates,
 )
 from cpflare.plan.text import plan_text, plan_values
+from cpflare.scaling.messages import Message, messages_of
 from cpflare.scaling.study import Point, Study
-from cpflare.scaling.theory import Message, messages_of
 from support.paths import ROOT
 
 MODEL = ("model.channels=32", "model.heads=4", "model.blocks=2", "model.latents=16")

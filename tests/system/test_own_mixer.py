@@ -16,7 +16,7 @@ from cpflare.plan.devices import find_device, find_link
 from cpflare.plan.planner import make_planner
 from cpflare.plan.text import plan_text
 from cpflare.report.html import write_report
-from cpflare.scaling.theory import messages_of
+from cpflare.scaling.messages import messages_of
 from data_prep.vtp_to_zarr import prepare
 from launch import predict_cp
 from support import own_mixer
