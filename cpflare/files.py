@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -60,6 +60,37 @@ def writing(what: str, mend: str, kind: type[CpflareError] = DataError) -> Itera
         yield
     except OSError as error:
         raise kind(f"{what} cannot be written ({one_line(error)}); {mend}") from error
+
+
+def refuse_overwriting(out: Path | Iterable[Path], sources: Iterable[Path]) -> None:
+    """Refuse outputs that are a source by path, by a symbolic or a hard link, or that hold one.
+
+    Neither needs to exist; call it before anything is computed.
+
+    Raises:
+        DataError: an output would take a source's place.
+    """
+    known: dict[Path | tuple[int, int], Path] = {}
+    for source in sources:
+        whole = source.resolve()
+        for key in (whole, *whole.parents, *_inode(source)):
+            known.setdefault(key, source)
+    for path in [out] if isinstance(out, Path) else out:
+        found = next((known[k] for k in (path.resolve(), *_inode(path)) if k in known), None)
+        if found is not None:
+            same = "" if found == path else f" {found}"
+            raise DataError(
+                f"{path} would overwrite the source{same}; name another folder for what is written"
+            )
+
+
+def _inode(path: Path) -> list[tuple[int, int]]:
+    """What hard links share; nothing of a path that is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return []
+    return [(found.st_dev, found.st_ino)]
 
 
 def is_aside(path: Path) -> bool:
