@@ -74,15 +74,9 @@ def prep(
         seed=seed,
         overwrite=overwrite,
     )
-    for case, notices in summary.notices.items():
-        for notice in notices:
-            print(f"notice: {case}: {notice}")
-    print(
-        f"{len(summary.done)} prepared, {len(summary.skipped)} were there, "
-        f"{len(summary.failed)} failed: {paths[-1]}"
-    )
-    for case, reason in summary.failed.items():
-        print(f"error: case {case} left out: {reason}", file=sys.stderr)
+    print("\n".join(summary.lines()))
+    for line in summary.errors():
+        print(line, file=sys.stderr)
     if summary.failed:
         raise typer.Exit(2)
 

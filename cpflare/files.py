@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -116,6 +116,18 @@ def checksum(path: Path) -> str:
     """SHA-256 of a file, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def size_of(files: Iterable[Path]) -> int:
+    """Bytes of all files together."""
+    return sum(file.stat().st_size for file in files)
+
+
+def checksum_of(files: Sequence[Path]) -> str:
+    """SHA-256 of a file; of several, of their checksums."""
+    if len(files) == 1:
+        return checksum(files[0])
+    return hashlib.sha256(" ".join(checksum(f) for f in files).encode()).hexdigest()
 
 
 def one_line(text: object, limit: int = 500) -> str:

@@ -102,7 +102,6 @@ def load_case(
     fields |= values
     attrs = {
         "source": str(path),
-        "source_size": path.stat().st_size,
         "source_association": field_map.association,
         "source_names": {w.target: list(w.names) for w in chosen},
         "source_files": {w.target: str(w.file) for w in chosen if w.file is not None},

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,35 @@ def draw_splits(cases: Iterable[str], seed: int) -> dict[str, list[str]]:
         "val": natural_order(val),
         "test": natural_order(test),
     }
+
+
+def assign(
+    cases: Iterable[str], before: Mapping[str, list[str]], known: Iterable[str], seed: int
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Splits in which every assigned case stays, and the `cases` that join them now.
+
+    `before` are the splits so far; a case that is `known` and in none of them stays out. What comes
+    later is for val or test with a probability of a tenth each, by a hash of its name and the seed:
+    whatever else comes with it changes nothing.
+    """
+    splits = {name: list(listed) for name, listed in before.items()}
+    old = {*known, *(case for listed in before.values() for case in listed)}
+    later = natural_order(set(cases) - old)
+    for case in later:
+        digest = hashlib.sha256(f"{seed} {case}".encode()).digest()
+        tenth = int.from_bytes(digest[:8], "little") * 10 >> 64
+        splits.setdefault({0: "val", 1: "test"}.get(tenth, "train"), []).append(case)
+    return splits, later
+
+
+def in_words(splits: Mapping[str, Iterable[str]], cases: Collection[str], most: int = 5) -> str:
+    """Which of `cases` are in which split: "2 of train (run_1, run_2), 1 of test (run_3)"."""
+    said = []
+    for name, listed in splits.items():
+        if here := natural_order(set(listed).intersection(cases)):
+            more = ", …" if len(here) > most else ""
+            said.append(f"{len(here)} of {name} ({', '.join(here[:most])}{more})")
+    return ", ".join(said)
 
 
 def keep_present(

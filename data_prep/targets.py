@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cpflare.errors import DataError
 from cpflare.fields import FIELDS, pick_names
+from cpflare.formats.files import refuse_pointer
 from data_prep.fields import FieldMap, FieldSource
 
 Array = NDArray[Any]
@@ -55,13 +56,18 @@ def choose(path: Path, field_map: FieldMap, target: str, present: dict[str, list
 
 
 def _other_file(path: Path, target: str, source: FieldSource) -> Path:
-    tried = []
-    for pattern in source.file:
-        other = path.parent / pattern.format(stem=path.stem, parent=path.parent.name)
+    tried = other_files(path, source)
+    for other in tried:
         if other.is_file():
             return other
-        tried.append(str(other))
-    raise DataError(f"{path}: the file of field {target} is missing; looked for {', '.join(tried)}")
+    listed = ", ".join(map(str, tried))
+    raise DataError(f"{path}: the file of field {target} is missing; looked for {listed}")
+
+
+def other_files(path: Path, source: FieldSource) -> list[Path]:
+    """Where the field of a mesh may stand beside it; the first that exists is taken."""
+    names = [p.format(stem=path.stem, parent=path.parent.name) for p in source.file]
+    return [path.parent / name for name in names]
 
 
 def assemble(
@@ -126,6 +132,7 @@ def _flat(where: Path, label: str, values: Array) -> Array:
 def read_npy(wanted: Wanted, num_rows: int) -> Array:
     """A .npy array; where it has more rows than the mesh, the pieces that the map keeps."""
     assert wanted.file is not None
+    refuse_pointer(wanted.file)
     try:
         values: Array = np.load(wanted.file, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
