@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -87,16 +87,6 @@ def assign(
         tenth = int.from_bytes(digest[:8], "little") * 10 >> 64
         splits.setdefault({0: "val", 1: "test"}.get(tenth, "train"), []).append(case)
     return splits, later
-
-
-def in_words(splits: Mapping[str, Iterable[str]], cases: Collection[str], most: int = 5) -> str:
-    """Which of `cases` are in which split: "2 of train (run_1, run_2), 1 of test (run_3)"."""
-    said = []
-    for name, listed in splits.items():
-        if here := natural_order(set(listed).intersection(cases)):
-            more = ", …" if len(here) > most else ""
-            said.append(f"{len(here)} of {name} ({', '.join(here[:most])}{more})")
-    return ", ".join(said)
 
 
 def keep_present(

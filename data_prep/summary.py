@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cpflare.data.mark import in_words
 from data_prep.convert import Outcome
 from data_prep.search import Search
-from data_prep.splits import in_words
 
 _NAMED = 3  # cases of a group
 
@@ -19,6 +19,7 @@ class PrepSummary:
     """What a run of `prepare` did."""
 
     store: Path
+    field_map: str = ""
     search: Search = field(default_factory=Search)
     done: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # whole from an earlier run
@@ -58,12 +59,10 @@ class PrepSummary:
         if self.unassigned:
             lines.append(f"notice: in no split: {_listed(self.unassigned)}")
         if self.changed:
-            lines.append(
-                f"notice: {_listed(self.changed)} changed since prepared, so they were prepared again"
-            )
+            lines.append(f"notice: changed since they were prepared: {_listed(self.changed)}")
         done = f"{len(self.done)} prepared"
-        if self.changed:
-            done += f" ({len(self.changed)} changed)"
+        if anew := set(self.changed).intersection(self.done):
+            done += f" ({len(anew)} changed)"
         lines.append(
             f"{done}, {len(self.skipped)} were there, {len(self.failed)} failed: {self.store}"
         )
@@ -79,8 +78,8 @@ class PrepSummary:
         if fields:
             path = self.search.cases.get(fields[0], "FILE")
             lines.append(
-                f"error: the field map does not fit; `cpflare inspect {path} > map.yaml` drafts one, "
-                "then give it with --map map.yaml (shipped maps: --dataset)"
+                f"error: the field map {self.field_map} does not fit: `cpflare inspect {path} > "
+                "map.yaml` drafts one, which --map map.yaml takes (--dataset takes a shipped one)"
             )
         if self.failed and not self.done and not self.skipped:
             lines.append(f"error: nothing was prepared, and nothing is left in {self.store}")

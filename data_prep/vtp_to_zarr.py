@@ -13,7 +13,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cpflare.data.store import MARK, natural_order
+from cpflare.data.mark import MARK, in_words, read_assigned
+from cpflare.data.store import natural_order
 from cpflare.data.store_writer import ASIDE, LOCK, StoreWriter
 from cpflare.errors import DataError
 from cpflare.files import FREE_SPACE, refuse_overwriting, remove, size_of, writing
@@ -22,7 +23,7 @@ from data_prep.convert import Outcome, Unwritable, convert_case
 from data_prep.fields import FieldMap, load_field_map
 from data_prep.search import find_cases, search
 from data_prep.sources import refreshed
-from data_prep.splits import assign, draw_splits, in_words, keep_present, load_splits
+from data_prep.splits import assign, draw_splits, keep_present, load_splits
 from data_prep.summary import PrepSummary
 from data_prep.workers import run_tasks
 
@@ -61,7 +62,8 @@ def prepare(
     writer = StoreWriter(Path(store), mapping.name, mapping.to_dict(), seed)
     writer.require_folder()
     found = search([Path(s) for s in sources], mapping)
-    summary = PrepSummary(writer.path, search=found)
+    named = "" if dataset or field_map else " (taken where neither --dataset nor --map is given)"
+    summary = PrepSummary(writer.path, f"{mapping.name}{named}", found)
     if overwrite:
         _refuse_foreign(writer)
         refuse_overwriting(writer.path, found.cases.values())
@@ -122,7 +124,7 @@ def _splits(
     writer: StoreWriter, names: set[str], file: Path | None, seed: int, summary: PrepSummary
 ) -> dict[str, list[str]]:
     """The splits of a file, else those so far with what has come since, else drawn ones."""
-    before = writer.assigned()
+    before = read_assigned(writer.path)
     if file is not None:
         splits = load_splits(file)
         if before is not None:

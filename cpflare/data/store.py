@@ -67,7 +67,8 @@ class Store:
         """
         path = Path(path)
         if not path.is_dir():
-            raise DataError(f"store={path} does not exist; make it with `cpflare prep SRC… {path}`")
+            what = "is a file, no store" if path.exists() else "does not exist"
+            raise DataError(f"store={path} {what}; make it with `cpflare prep SRC… {path}`")
         mark = read_mark(path)
         return cls(path, mark, storage or LocalStore(path, read_only=True))
 
@@ -93,6 +94,13 @@ class Store:
     def quarantined(self) -> dict[str, str]:
         """Cases that could not be prepared, with the reason."""
         return dict(self._mark["quarantined"])
+
+    @property
+    def absent(self) -> dict[str, list[str]]:
+        """Cases that each split names and the store does not have; those quarantined are none."""
+        here = {*self.cases, *self.quarantined}
+        named = self._mark.get("assigned", {})  # earlier versions do not keep them
+        return {split: [n for n in names if n not in here] for split, names in named.items()}
 
     @property
     def identity(self) -> str:

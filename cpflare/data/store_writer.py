@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 from zarr.storage import LocalStore
 
-from cpflare.data.mark import MARK, SCHEMA, store_identity
+from cpflare.data.mark import FORMER_MARK, MARK, SCHEMA, store_identity
 from cpflare.data.statistics import Moments, Statistics, case_moments
 from cpflare.data.store import natural_order
 from cpflare.errors import DataError
@@ -36,7 +36,6 @@ CHUNK_ROWS = 32_768  # at most; a step's window of 100,000 rows touches four or 
 _MULTIPLE = 64  # Blosc shuffles bits only where the number of values is a multiple of 8
 SHARD_CHUNKS = 32  # about a million rows a file, so a case of 8.6 M rows has 63 files
 ASIDE, LOCK = ".partial", ".lock"
-FORMER_MARK = f".former.{MARK}"  # the mark of before, while a preparation runs
 DTYPES = {
     "position": "<f4",
     "normal": "<f4",
@@ -159,20 +158,6 @@ class StoreWriter:
             if any(root.get(key) != value for key, value in self.purpose.items()):
                 (self.path / "zarr.json").unlink(missing_ok=True)
                 zarr.create_group(LocalStore(self.path), zarr_format=3, attributes=self.purpose)
-
-    def assigned(self) -> tuple[dict[str, list[str]], set[str]] | None:
-        """The splits of all cases that the store has known, and those cases; None in a new store."""
-        for name in (MARK, FORMER_MARK):
-            try:
-                mark = json.loads((self.path / name).read_text())
-                splits = {k: list(v) for k, v in mark.get("assigned", mark["splits"]).items()}
-                return splits, {
-                    *mark["cases"],
-                    *(mark["quarantined"] if "assigned" in mark else ()),
-                }
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                continue  # absent or damaged
-        return None
 
     def discard(self, *, folder: bool) -> None:
         """Remove what a run that prepared nothing has made; with `folder` that, too."""
