@@ -344,5 +344,6 @@ def _npz_to_vtp(
         truth = {
             name.removesuffix("_true"): file[name] for name in file.files if name.endswith("_true")
         }
-    mesh, fields = find_source(source, case), read_predictions(path)
+    patterns = (known[0] or {}).get("files") or ()
+    mesh, fields = find_source(source, case, patterns=patterns), read_predictions(path)
     write_vtp(mesh, target, fields, truth or None, known[0] or {}, known[1] or "")

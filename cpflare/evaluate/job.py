@@ -102,7 +102,7 @@ class Predictor:
         return written
 
     def _write(self, case: Case, fields: Fields, truth: Fields | None, source: Path | None) -> Path:
-        mesh = _source_mesh(case, source)
+        mesh = _source_mesh(case, source, self.field_map.get("files") or ())
         if isinstance(mesh, Path):
             return write_vtp(
                 mesh,
@@ -210,10 +210,16 @@ class Predictor:
             yield item
 
 
-def _source_mesh(case: Case, source: Path | None) -> Path | str:
+def _source_mesh(case: Case, source: Path | None, patterns: Sequence[str]) -> Path | str:
     """The case's mesh, or why there is none. A mesh that has changed since is an error."""
     if source is not None:
-        path = find_source(source, case.name)
+        path = find_source(
+            source,
+            case.name,
+            recorded=Path(case.attrs["source"]).name,
+            patterns=patterns,
+            digest=case.attrs.get("source_checksum"),
+        )
     else:
         path = Path(case.attrs["source"])
         if path.exists() and path.suffix.lower() not in SUFFIXES:
