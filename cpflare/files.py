@@ -73,7 +73,8 @@ def refuse_overwriting(out: Path | Iterable[Path], sources: Iterable[Path]) -> N
     known: dict[Path | tuple[int, int], Path] = {}
     for source in sources:
         whole = source.resolve()
-        for key in (whole, *whole.parents, *_inode(source)):
+        keys: list[Path | tuple[int, int]] = [whole, *whole.parents, *_inode(source)]
+        for key in keys:
             known.setdefault(key, source)
     for path in [out] if isinstance(out, Path) else out:
         found = next((known[k] for k in (path.resolve(), *_inode(path)) if k in known), None)

@@ -157,5 +157,5 @@ def _directions(surface: Surface) -> NDArray[np.float64]:
     if surface.num_cells == 0:
         return np.zeros((surface.num_points, 3))
     vectors = dual_areas(surface, measure(surface).area_vector)[0]
-    sizes = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return np.divide(vectors, sizes, out=np.zeros_like(vectors), where=sizes > 0)
+    sizes: NDArray[np.float64] = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / np.where(sizes > 0, sizes, 1.0)

@@ -158,10 +158,8 @@ def _columns(text: bytes, stops: Array, element: _Element) -> dict[str, Array]:
             found[name] = values
             continue
         num = values.astype(np.int64)
-        if (num < 0).any() or (at + num > end).any():
-            raise ValueError(
-                f"a line has {int((end - first)[(at + num > end) | (num < 0)][0])} numbers"
-            )
+        if (wrong := (num < 0) | (at + num > end)).any():
+            raise ValueError(f"a line has {int((end - first)[wrong][0])} numbers")
         if i == element.corners:
             found["counts"] = num
             shift = np.repeat(at - (np.cumsum(num) - num), num)

@@ -48,7 +48,7 @@ def tree(folder: Path, passed: Passed) -> Iterator[tuple[Path, list[Path]]]:
             passed.setdefault("prepared stores", []).append(here)
             continue
         is_array = ".zarray" in names or {"zarr.json", "c"} <= names
-        files, below = [], []
+        files, below = list[Path](), list[Path]()
         for entry in entries:
             path = here / entry.name
             if entry.name.startswith("."):
