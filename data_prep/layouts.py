@@ -136,6 +136,15 @@ def _read_npy(path: Path) -> dict[str, Array]:
     return out
 
 
+def require_outside(out: Path, store: Path) -> None:
+    """Refuse to write into the store that is read.
+
+    Raises: DataError
+    """
+    if store.resolve() in (out.resolve(), *out.resolve().parents):
+        raise DataError(f"{out} is in the store {store} that is read; name another folder")
+
+
 def write(case: Case, out: Path, layout: str) -> Path:
     """Write a store's case in source order as `OUT/<case>.zarr` or `OUT/<case>/boundary_i_….npy`.
 
