@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -67,6 +68,15 @@ def draw_splits(cases: Iterable[str], seed: int) -> dict[str, list[str]]:
         "train": natural_order(train),
         "val": natural_order(val),
         "test": natural_order(test),
+    }
+
+
+def in_form_of(names: Iterable[str], splits: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Splits with the cases called as in `names`, where only the form of Unicode differs."""
+    known = {unicodedata.normalize("NFC", name): name for name in names}
+    return {
+        split: [known.get(unicodedata.normalize("NFC", case), case) for case in cases]
+        for split, cases in splits.items()
     }
 
 

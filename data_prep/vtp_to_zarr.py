@@ -23,7 +23,7 @@ from data_prep.convert import Outcome, Unwritable, convert_case
 from data_prep.fields import FieldMap, load_field_map
 from data_prep.search import find_cases, search
 from data_prep.sources import refreshed
-from data_prep.splits import assign, draw_splits, keep_present, load_splits
+from data_prep.splits import assign, draw_splits, in_form_of, keep_present, load_splits
 from data_prep.summary import PrepSummary
 from data_prep.workers import run_tasks
 
@@ -126,7 +126,7 @@ def _splits(
     """The splits of a file, else those so far with what has come since, else drawn ones."""
     before = read_assigned(writer.path)
     if file is not None:
-        splits = load_splits(file)
+        splits = in_form_of(names, load_splits(file))
         if before is not None:
             owner = {case: split for split, listed in before[0].items() for case in listed}
             moved = {c for split, listed in splits.items() for c in listed if owner.get(c) != split}

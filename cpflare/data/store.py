@@ -9,6 +9,7 @@ import difflib
 import re
 import textwrap
 import threading
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,6 +56,8 @@ class Store:
         self._storage = storage
         self._cases: dict[str, Case] = {}
         self.cases: tuple[str, ...] = tuple(mark["cases"])
+        # File systems and programs write one name in several forms of Unicode.
+        self._forms = {unicodedata.normalize("NFC", case): case for case in self.cases}
         self.splits: dict[str, tuple[str, ...]] = {k: tuple(v) for k, v in mark["splits"].items()}
 
     @classmethod
@@ -137,6 +140,7 @@ class Store:
 
     def case(self, name: str) -> Case:
         """The case of that name; opened once and kept."""
+        name = self._forms.get(unicodedata.normalize("NFC", name), name)
         if name not in self._mark["cases"]:
             near = difflib.get_close_matches(name, self.cases, 1, 0)
             hint = f"; did you mean {near[0]}?" if near else "; the store has no cases"

@@ -157,8 +157,6 @@ def write_case(out: Path, case: int, cells: int, seed: int) -> Path:
     """Write one case's folder and return the path of its surface."""
     folder = out / f"run_{case}"
     folder.mkdir(exist_ok=True)
-    # First, since it tells whose the files are, should this be stopped.
-    _write_text(folder / f"geo_parameters_{case}.csv", _parameters(seed, case))
     shape = draw_shape(seed, case)
     body = Body(shape)
     flow = CarFlow(body)
@@ -170,7 +168,9 @@ def write_case(out: Path, case: int, cells: int, seed: int) -> Path:
         for block in blocks(grid, _BLOCK_CELLS):
             writer.add_points(_new_points(grid, block))
             _write_cells(writer, grid, block, flow, rng, loads)
-    _write_tables(folder, case, shape, frontal_area(body), loads)
+        # Before the surface is there: they tell whose it is, should this be stopped.
+        _write_text(folder / f"geo_parameters_{case}.csv", _parameters(seed, case))
+        _write_tables(folder, case, shape, frontal_area(body), loads)
     return path
 
 
