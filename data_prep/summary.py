@@ -26,7 +26,7 @@ class PrepSummary:
     changed: list[str] = field(default_factory=list)  # whole, but from another content
     failed: dict[str, str] = field(default_factory=dict)  # quarantined, with the reason
     notices: dict[str, list[str]] = field(default_factory=dict)
-    changes: list[str] = field(default_factory=list)  # of splits
+    changes: list[str] = field(default_factory=list)  # of splits, and on the cases together
     splits: dict[str, list[str]] = field(default_factory=dict)  # absent cases among them
     absent: list[str] = field(default_factory=list)  # in a split, but not in the store
     unassigned: list[str] = field(default_factory=list)  # in the store, but in no split

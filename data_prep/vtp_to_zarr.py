@@ -19,6 +19,7 @@ from cpflare.data.store_writer import ASIDE, LOCK, StoreWriter
 from cpflare.errors import DataError
 from cpflare.files import FREE_SPACE, refuse_overwriting, remove, size_of, writing
 from data_prep import layouts
+from data_prep.compare import remarks
 from data_prep.convert import Outcome, Unwritable, convert_case
 from data_prep.fields import FieldMap, load_field_map
 from data_prep.search import find_cases, search
@@ -116,6 +117,7 @@ def _fill(
     elif whole:
         kept_splits, absent, summary.unassigned = keep_present(splits, whole, where)
         summary.absent = [n for n in absent if n not in summary.failed]
+        summary.changes += remarks(whole)
         writer.finish(whole, kept_splits, summary.failed, splits)
     return whole
 

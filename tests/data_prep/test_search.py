@@ -390,3 +390,20 @@ def test_nothing_is_converted_into_the_store_that_is_read(tmp_path, monkeypatch,
         monkeypatch, capsys, "convert", tmp_path / "s", tmp_path / "data", "--layout", "flare"
     )
     assert (status, "is there already" in err) == (2, True)
+
+
+# -- cases together --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("factor", "unit"), [(1000, "millimetres"), (39.37, "inches")])
+def test_a_case_in_other_units_and_one_that_comes_twice_are_named(tmp_path, factor, unit):
+    data = make(tmp_path / "data", 4)
+    mesh = tube(9, 7, seed=2)
+    mesh.points = mesh.points * np.float32(factor)
+    mesh.write(data / "run_2" / "boundary_2.vtp")
+    shutil.copy(data / "run_1" / "boundary_1.vtp", data / "run_3" / "boundary_3.vtp")
+    told = prep(data, tmp_path / "s").changes
+    assert len(told) == 2
+    assert told[0].startswith("run_2 is ")
+    assert f"it may be in {unit}; bring all" in told[0]
+    assert told[1].startswith("run_1 and run_3 have meshes of the same content")
