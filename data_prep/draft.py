@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def look_at(path: Path) -> str | None:
         return None
     raise DataError(
         f"{path} is no store, but holds {len(found)} surface files; see one with `cpflare inspect "
-        f"{shown(found[0])}`, or prepare them with `cpflare prep {path} STORE`"
+        f"{quote(shown(found[0]))}`, or prepare them with `cpflare prep {quote(str(path))} STORE`"
     )
 
 

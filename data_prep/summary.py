@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ class PrepSummary:
     splits: dict[str, list[str]] = field(default_factory=dict)  # absent cases among them
     absent: list[str] = field(default_factory=list)  # in a split, but not in the store
     unassigned: list[str] = field(default_factory=list)  # in the store, but in no split
+    discarded: bool = False  # nothing was prepared, so that nothing was left
     cells: int = 0
     seconds: float = 0.0
 
@@ -75,14 +77,14 @@ class PrepSummary:
             for who, text in self._grouped(self.failed.items())
         ]
         fields = [n for n, why in self.failed.items() if ": field " in why and "the map" in why]
-        if fields:
-            path = self.search.cases.get(fields[0], "FILE")
+        if fields and self.discarded:
+            path = shlex.quote(str(self.search.cases.get(fields[0], "FILE")))
             lines.append(
-                f"error: the field map {self.field_map} does not fit: `cpflare inspect {path} > "
+                f"next: the field map {self.field_map} does not fit: `cpflare inspect {path} > "
                 "map.yaml` drafts one, which --map map.yaml takes (--dataset takes a shipped one)"
             )
-        if self.failed and not self.done and not self.skipped:
-            lines.append(f"error: nothing was prepared, and nothing is left in {self.store}")
+        if self.discarded:
+            lines.append(f"notice: nothing was prepared, so nothing is left in {self.store}")
         return lines
 
     def _grouped(self, told: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -83,6 +83,7 @@ def prepare(
             raise
         if not whole:
             writer.discard(folder=is_new)
+            summary.discarded = True
     summary.seconds = time.monotonic() - started
     return summary
 
