@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -62,6 +62,38 @@ def writing(what: str, mend: str, kind: type[CpflareError] = DataError) -> Itera
         raise kind(f"{what} cannot be written ({one_line(error)}); {mend}") from error
 
 
+def refuse_overwriting(out: Path | Iterable[Path], sources: Iterable[Path]) -> None:
+    """Refuse outputs that are a source by path, by a symbolic or a hard link, or that hold one.
+
+    Neither needs to exist; call it before anything is computed.
+
+    Raises:
+        DataError: an output would take a source's place.
+    """
+    known: dict[Path | tuple[int, int], Path] = {}
+    for source in sources:
+        whole = source.resolve()
+        keys: list[Path | tuple[int, int]] = [whole, *whole.parents, *_inode(source)]
+        for key in keys:
+            known.setdefault(key, source)
+    for path in [out] if isinstance(out, Path) else out:
+        found = next((known[k] for k in (path.resolve(), *_inode(path)) if k in known), None)
+        if found is not None:
+            same = "" if found == path else f" {found}"
+            raise DataError(
+                f"{path} would overwrite the source{same}; name another folder for what is written"
+            )
+
+
+def _inode(path: Path) -> list[tuple[int, int]]:
+    """What hard links share; nothing of a path that is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return []
+    return [(found.st_dev, found.st_ino)]
+
+
 def is_aside(path: Path) -> bool:
     """Whether a file or folder is what a writer works on, or left when it was killed."""
     return path.name.startswith(".") and path.name.endswith(".partial")
@@ -85,6 +117,18 @@ def checksum(path: Path) -> str:
     """SHA-256 of a file, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def size_of(files: Iterable[Path]) -> int:
+    """Bytes of all files together."""
+    return sum(file.stat().st_size for file in files)
+
+
+def checksum_of(files: Sequence[Path]) -> str:
+    """SHA-256 of a file; of several, of their checksums."""
+    if len(files) == 1:
+        return checksum(files[0])
+    return hashlib.sha256(" ".join(checksum(f) for f in files).encode()).hexdigest()
 
 
 def one_line(text: object, limit: int = 500) -> str:

@@ -23,7 +23,7 @@ class CaseData:
 
     fields: dict[str, Array]
     association: str  # what a row is: cell or point
-    offset: NDArray[np.float64]  # [3] centre of the bounding box of the points
+    offset: NDArray[np.float64]  # [3] centre of the bounding box of the points that cells use
     attrs: dict[str, Any]
 
     @property

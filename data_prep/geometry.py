@@ -28,7 +28,7 @@ CLOSED = 1e-9  # |Σ A| over Σ |A|; shared corners make the sum of a closed sur
 class Geometry:
     """Geometry of a mesh's cells in the source's axes and units, as stored (nothing is flipped)."""
 
-    offset: Float64  # [3] centre of the bounding box of the points
+    offset: Float64  # [3] centre of the bounding box of the points that cells use
     bounds: Float64  # [3, 2]
     centre: Float64  # [N, 3] mean of the corners, minus offset
     area_vector: Float64  # [N, 3]

@@ -11,6 +11,7 @@ Rows are the source's, values have the source's units and signs.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 
 from cpflare.data.store import Case
 from cpflare.errors import DataError
-from cpflare.files import is_aside, leftovers, remove, written_aside
+from cpflare.files import leftovers, remove, written_aside
+from cpflare.formats import search
 
 Array = NDArray[Any]
 
@@ -42,12 +44,9 @@ def is_layout(path: Path) -> bool:
     return _POINTS.fullmatch(path.name) is not None
 
 
-def find(folder: Path) -> list[Path]:
-    """All cases of the two layouts below a folder, but those that were left half written."""
-    groups = {p.parent for p in folder.rglob(CENTRES) if is_layout(p.parent)}
-    files = {p for p in folder.rglob("boundary_*_points.npy") if is_layout(p)}
-    folders = {p: p.parent if p in files else p for p in groups | files}
-    return sorted(p for p, case in folders.items() if not is_aside(case))
+def among(groups: Iterable[Path], files: Iterable[Path]) -> list[Path]:
+    """The cases of the two layouts among Zarr groups and files."""
+    return sorted([*groups, *(path for path in files if _POINTS.fullmatch(path.name))])
 
 
 def parts(path: Path) -> list[Path]:
@@ -56,7 +55,7 @@ def parts(path: Path) -> list[Path]:
         return sorted(p for p in path.rglob("*") if p.is_file())
     if _POINTS.fullmatch(path.name):
         return [p for p in _npy_files(path).values() if p.is_file()]
-    return [path]
+    return search.parts(path)
 
 
 def read(path: Path, notices: list[str]) -> dict[str, Array]:
@@ -135,6 +134,15 @@ def _read_npy(path: Path) -> dict[str, Array]:
             raise DataError(f"{file} cannot be read: {error}; copy it again") from None
         out[name] = values.reshape(-1) if name in ("pressure", "area") else values
     return out
+
+
+def require_outside(out: Path, store: Path) -> None:
+    """Refuse to write into the store that is read.
+
+    Raises: DataError
+    """
+    if store.resolve() in (out.resolve(), *out.resolve().parents):
+        raise DataError(f"{out} is in the store {store} that is read; name another folder")
 
 
 def write(case: Case, out: Path, layout: str) -> Path:

@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from cpflare.errors import DataError
+from cpflare.formats.files import refuse_pointer
 from data_prep.fields import FieldMap
+
+
+def find_tables(path: Path, field_map: FieldMap) -> list[Path]:
+    """The tables beside a source that the map's patterns find; hidden files are none."""
+    found = {t for p in field_map.parameters for t in path.parent.glob(p) if t.is_file()}
+    return sorted(table for table in found if not table.name.startswith("."))
 
 
 def read_parameters(path: Path, field_map: FieldMap) -> dict[str, float]:
@@ -19,7 +26,7 @@ def read_parameters(path: Path, field_map: FieldMap) -> dict[str, float]:
 
     Raises: DataError for several tables, or one that is not a row of finite numbers.
     """
-    tables = sorted({t for p in field_map.parameters for t in path.parent.glob(p) if t.is_file()})
+    tables = find_tables(path, field_map)
     if not tables:
         return {}
     if len(tables) > 1:
@@ -27,6 +34,7 @@ def read_parameters(path: Path, field_map: FieldMap) -> dict[str, float]:
             f"{path}: {len(tables)} tables of parameters stand beside it ({tables[0].name}, "
             f"{tables[1].name}); leave one, or narrow `parameters` in the map"
         )
+    refuse_pointer(tables[0])
     with tables[0].open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.reader(file, skipinitialspace=True) if row]
     if len(rows) != 2 or len(rows[0]) != len(rows[1]):

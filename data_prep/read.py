@@ -24,6 +24,7 @@ from data_prep.geometry import (
     measure,
     unit_normals,
 )
+from data_prep.places import check_places, match_points
 
 Array = NDArray[Any]
 
@@ -74,13 +75,18 @@ def load_case(
     path = Path(path)
     mesh, chosen = _read(path, field_map.association, field_map if with_targets else None)
     mesh.check(str(path))
+    num_points, notices = mesh.num_points, list[str]()
+    mesh, used = mesh.without_unused(field_map.association)
+    if used is not None:
+        notices.append(f"{num_points - len(used)} points that no cell uses are left out")
     geometry = measure(mesh, threads=threads)
-    notices: list[str] = []
     outward, winding = _winding(field_map, mesh, geometry, notices)
     if geometry.num_degenerate:
         notices.append(f"{geometry.num_degenerate} degenerate polygons have the weight 0")
 
-    values = {w.target: _target(path, field_map, w, mesh) for w in chosen}
+    values = {
+        w.target: _target(path, field_map, w, mesh, (num_points, used), notices) for w in chosen
+    }
     association = field_map.stored_association
     if association != field_map.association:
         values = {name: average_to_cells(mesh, v) for name, v in values.items()}
@@ -92,10 +98,10 @@ def load_case(
     if outward < 0:
         np.negative(area_vector, out=area_vector)
     fields, offset = _canonical(field_map, geometry, position, area_vector, area, threads)
+    check_places(path, fields, offset, notices)
     fields |= values
     attrs = {
         "source": str(path),
-        "source_size": path.stat().st_size,
         "source_association": field_map.association,
         "source_names": {w.target: list(w.names) for w in chosen},
         "source_files": {w.target: str(w.file) for w in chosen if w.file is not None},
@@ -136,14 +142,23 @@ def _canonical(
     return fields, offset
 
 
-def _target(path: Path, field_map: FieldMap, wanted: targets.Wanted, mesh: Surface) -> Array:
+def _target(
+    path: Path,
+    field_map: FieldMap,
+    wanted: targets.Wanted,
+    mesh: Surface,
+    points: tuple[int, NDArray[np.int64] | None],
+    notices: list[str],
+) -> Array:
+    """A target in the rows of `mesh`; `points`: how many the file has, and which are used."""
     num_rows = mesh.num_cells if field_map.association == "cell" else mesh.num_points
     if wanted.file is None:
         arrays = [mesh.arrays[name] for name in wanted.names]
         return targets.assemble(path, field_map, wanted, arrays, num_rows)
+    in_file, used = points if field_map.association == "point" else (num_rows, None)
     if wanted.file.suffix == ".npy":
-        values = targets.read_npy(wanted, num_rows)
-        return targets.assemble(path, field_map, wanted, [values], num_rows)
+        values = targets.read_npy(wanted, in_file)
+        return targets.assemble(path, field_map, wanted, [values], in_file, used)
     alone = replace(
         field_map, fields={wanted.target: replace(wanted.source, file=())}, store_as=None
     )
@@ -154,10 +169,10 @@ def _target(path: Path, field_map: FieldMap, wanted: targets.Wanted, mesh: Surfa
             raise DataError(
                 f"field map {field_map.name}: fields.{wanted.target}.match=nearest needs point data"
             )
-        row = targets.match_nearest(path, wanted.file, mesh.points, other.points)
-        arrays = [array[row] for array in arrays]
+        row = match_points(path, wanted.file, mesh, other, arrays, notices)
+        arrays, in_file, used = [array[row] for array in arrays], num_rows, None
     return targets.assemble(
-        wanted.file, field_map, replace(wanted, names=chosen[0].names), arrays, num_rows
+        wanted.file, field_map, replace(wanted, names=chosen[0].names), arrays, in_file, used
     )
 
 

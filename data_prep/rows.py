@@ -55,7 +55,6 @@ def load_rows(path: Path, field_map: FieldMap) -> CaseData:
     fields |= _targets(path, field_map, found)
     attrs = {
         "source": str(path),
-        "source_size": sum(p.stat().st_size for p in layouts.parts(path)),
         "source_association": field_map.stored_association,
         "source_names": {},
         "source_files": {},

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from cpflare.data.store_writer import StoreWriter
-from data_prep.convert import source_size
+from cpflare.errors import DataError
+from data_prep.convert import Unwritable
 from data_prep.fields import load_field_map
-from data_prep.vtp_to_zarr import DEFAULT_DATASET, PrepSummary, find_cases, prepare
+from data_prep.vtp_to_zarr import DEFAULT_DATASET, PrepSummary, find_cases, keep_case, prepare
 from data_prep.workers import run_tasks
 
 
@@ -42,14 +43,19 @@ def prepare_share(
     part = StoreWriter(parts / f"part_{share}", mapping.name, mapping.to_dict(), seed)
     part.check()
     part.begin()
-    there = {**whole.whole_cases(), **part.whole_cases()}
+    there = [(writer, writer.whole_cases()) for writer in (part, whole)]
     todo = {
         name: path
         for name, path in list(cases.items())[share::num_shares]
-        if name not in there or there[name]["source_size"] != source_size(path)
+        if not any(
+            name in known and keep_case(writer, name, known[name], path, mapping)
+            for writer, known in there
+        )
     }
     failed = {}
     for name, outcome in run_tasks(part, todo, mapping, workers=max(workers, 1), threads=1):
+        if isinstance(outcome, Unwritable):
+            raise DataError(outcome)
         if isinstance(outcome, str):
             failed[name] = outcome
     with (parts / ".lock").open("w") as lock:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -67,6 +69,34 @@ def draw_splits(cases: Iterable[str], seed: int) -> dict[str, list[str]]:
         "val": natural_order(val),
         "test": natural_order(test),
     }
+
+
+def in_form_of(names: Iterable[str], splits: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Splits with the cases called as in `names`, where only the form of Unicode differs."""
+    known = {unicodedata.normalize("NFC", name): name for name in names}
+    return {
+        split: [known.get(unicodedata.normalize("NFC", case), case) for case in cases]
+        for split, cases in splits.items()
+    }
+
+
+def assign(
+    cases: Iterable[str], before: Mapping[str, list[str]], known: Iterable[str], seed: int
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Splits in which every assigned case stays, and the `cases` that join them now.
+
+    `before` are the splits so far; a case that is `known` and in none of them stays out. What comes
+    later is for val or test with a probability of a tenth each, by a hash of its name and the seed:
+    whatever else comes with it changes nothing.
+    """
+    splits = {name: list(listed) for name, listed in before.items()}
+    old = {*known, *(case for listed in before.values() for case in listed)}
+    later = natural_order(set(cases) - old)
+    for case in later:
+        digest = hashlib.sha256(f"{seed} {case}".encode()).digest()
+        tenth = int.from_bytes(digest[:8], "little") * 10 >> 64
+        splits.setdefault({0: "val", 1: "test"}.get(tenth, "train"), []).append(case)
+    return splits, later
 
 
 def keep_present(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cpflare.errors import DataError
 from cpflare.fields import FIELDS, pick_names
+from cpflare.formats.files import refuse_pointer
 from data_prep.fields import FieldMap, FieldSource
 
 Array = NDArray[Any]
@@ -55,19 +56,31 @@ def choose(path: Path, field_map: FieldMap, target: str, present: dict[str, list
 
 
 def _other_file(path: Path, target: str, source: FieldSource) -> Path:
-    tried = []
-    for pattern in source.file:
-        other = path.parent / pattern.format(stem=path.stem, parent=path.parent.name)
+    tried = other_files(path, source)
+    for other in tried:
         if other.is_file():
             return other
-        tried.append(str(other))
-    raise DataError(f"{path}: the file of field {target} is missing; looked for {', '.join(tried)}")
+    listed = ", ".join(map(str, tried))
+    raise DataError(f"{path}: the file of field {target} is missing; looked for {listed}")
+
+
+def other_files(path: Path, source: FieldSource) -> list[Path]:
+    """Where the field of a mesh may stand beside it; the first that exists is taken."""
+    names = [p.format(stem=path.stem, parent=path.parent.name) for p in source.file]
+    return [path.parent / name for name in names]
 
 
 def assemble(
-    path: Path, field_map: FieldMap, wanted: Wanted, arrays: list[Array], num_rows: int
+    path: Path,
+    field_map: FieldMap,
+    wanted: Wanted,
+    arrays: list[Array],
+    num_rows: int,
+    used: NDArray[np.int64] | None = None,
 ) -> Array:
     """The canonical target [rows] or [rows, 3], floating, in the store's units and axes.
+
+    `used` are the rows to keep, where the mesh has points that no cell uses.
 
     Raises: DataError for a wrong number of rows or components, or values that are not finite.
     """
@@ -80,6 +93,8 @@ def assemble(
                 f"{where}: {label}: array {name} has {len(array)} values, the mesh has {num_rows} "
                 f"{rows}s; the file is damaged or of another mesh"
             )
+    if used is not None:
+        arrays, num_rows = [array[used] for array in arrays], len(used)
     if len(arrays) > 1:
         values = np.stack([_flat(where, label, a) for a in arrays], axis=1)
     else:
@@ -98,9 +113,10 @@ def assemble(
     if not finite.all():
         good = finite.reshape(num_rows, -1).all(axis=1)
         row = int(np.argmin(good))
+        source = row if used is None else used[row]
         raise DataError(
             f"{where}: {label} is not finite at {num_rows - int(good.sum())} of {num_rows} "
-            f"{rows}s, first {row} (value {values[row]}); repair the file or leave it out"
+            f"{rows}s, first {source} (value {values[row]}); repair the file or leave it out"
         )
     return field_map.source_field(wanted.target).to_canonical(values)
 
@@ -116,6 +132,7 @@ def _flat(where: Path, label: str, values: Array) -> Array:
 def read_npy(wanted: Wanted, num_rows: int) -> Array:
     """A .npy array; where it has more rows than the mesh, the pieces that the map keeps."""
     assert wanted.file is not None
+    refuse_pointer(wanted.file)
     try:
         values: Array = np.load(wanted.file, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
@@ -123,20 +140,3 @@ def read_npy(wanted: Wanted, num_rows: int) -> Array:
     if len(values) != num_rows and wanted.source.rows:
         values = np.concatenate([values[slice(*piece)] for piece in wanted.source.rows])
     return values
-
-
-def match_nearest(path: Path, other: Path, points: Array, others: Array) -> NDArray[np.int64]:
-    """For each of `points`, the row of `others` that stands at the same place.
-
-    Raises: DataError where a point has no partner within 1e-5 of the mesh's size.
-    """
-    from scipy.spatial import cKDTree
-
-    limit = 1e-5 * float(np.linalg.norm(points.max(axis=0) - points.min(axis=0)))
-    distance, row = cKDTree(others).query(points)
-    if (far := distance > limit).any():
-        raise DataError(
-            f"{other}: {int(far.sum())} of {len(points)} points of {path} have no partner in it "
-            f"(the farthest is {distance.max():.3g} away); give the file of the same mesh"
-        )
-    return np.asarray(row, np.int64)

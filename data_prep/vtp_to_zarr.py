@@ -8,100 +8,29 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from cpflare.data.store import MARK, natural_order
-from cpflare.data.store_writer import LOCK, StoreWriter
+from cpflare.data.mark import MARK, in_words, read_assigned
+from cpflare.data.store import natural_order
+from cpflare.data.store_writer import ASIDE, LOCK, StoreWriter
 from cpflare.errors import DataError
-from cpflare.formats.files import SUFFIXES
+from cpflare.files import FREE_SPACE, refuse_overwriting, remove, size_of, writing
 from data_prep import layouts
-from data_prep.convert import Outcome, convert_case, source_size
+from data_prep.compare import remarks
+from data_prep.convert import Outcome, Unwritable, convert_case
 from data_prep.fields import FieldMap, load_field_map
-from data_prep.splits import draw_splits, keep_present, load_splits
+from data_prep.search import find_cases, search
+from data_prep.sources import refreshed
+from data_prep.splits import assign, draw_splits, in_form_of, keep_present, load_splits
+from data_prep.summary import PrepSummary
 from data_prep.workers import run_tasks
 
+__all__ = ["DEFAULT_DATASET", "PrepSummary", "find_cases", "keep_case", "prepare"]
+
 DEFAULT_DATASET = "drivaerml"
-
-
-@dataclass
-class PrepSummary:
-    """What a run of `prepare` did."""
-
-    store: Path
-    done: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)  # whole from an earlier run
-    failed: dict[str, str] = field(default_factory=dict)  # quarantined, with the reason
-    notices: dict[str, list[str]] = field(default_factory=dict)
-    absent: list[str] = field(default_factory=list)  # in the split file, but not in the store
-    unassigned: list[str] = field(default_factory=list)  # in the store, but in no split
-    cells: int = 0
-    seconds: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        """Whether every case was prepared; the exit status follows it."""
-        return not self.failed
-
-    def add(self, name: str, outcome: Outcome) -> None:
-        """Count a case that was written, or has failed."""
-        if isinstance(outcome, str):
-            self.failed[name] = outcome
-            return
-        self.done.append(name)
-        self.cells += int(outcome["num_rows"])
-        if outcome["notices"]:
-            self.notices[name] = outcome["notices"]
-
-
-def find_cases(sources: Sequence[Path], field_map: FieldMap) -> dict[str, Path]:
-    """Names and files of all cases: files as given, folders searched by the map's patterns.
-
-    A case is called run_N if its folder is, else by the file's stem (by the folder where the map
-    says case_name: parent).
-
-    Raises: DataError for a source that does not exist, holds no case, or a name that comes twice.
-    """
-    found: dict[str, Path] = {}
-    for source in map(Path, sources):
-        if not source.exists():
-            raise DataError(f"source={source} does not exist; give a folder or surface files")
-        one = source.is_file() or layouts.is_layout(source)
-        files = [source] if one else _search(source, field_map)
-        if not files:
-            patterns = ", ".join(field_map.files)
-            raise DataError(
-                f"source={source} holds no case: no file like {patterns}; give its folder, or files"
-            )
-        for file in files:
-            name = case_name(file, field_map)
-            if name in found and found[name].resolve() != file.resolve():
-                raise DataError(
-                    f"case {name} comes twice: {found[name]} and {file}; leave one out or rename it"
-                )
-            found[name] = file
-    return {name: found[name] for name in natural_order(found)}
-
-
-def _search(folder: Path, field_map: FieldMap) -> list[Path]:
-    for patterns in (field_map.files, ("*.vtp", "*.vtu", "*.vtk")):
-        files = {p for pattern in patterns for p in folder.rglob(pattern) if p.is_file()}
-        if files:
-            return sorted(p for p in files if p.suffix.lower() in SUFFIXES)
-    return layouts.find(folder)
-
-
-def case_name(file: Path, field_map: FieldMap) -> str:
-    """The name of the case that a file holds."""
-    parent = file.absolute().parent.name  # not resolved: a download cache links to nameless files
-    is_run = parent.startswith("run_") and parent[4:].isdigit()
-    name = parent if is_run or field_map.case_name == "parent" else file.stem
-    if name.startswith(".") or name in (MARK, "zarr.json"):
-        raise DataError(f"{file}: a case cannot be called {name}; rename the file")
-    return name
 
 
 def prepare(
@@ -131,68 +60,143 @@ def prepare(
     if workers < 0:
         raise DataError(f"workers={workers}; give 1 or more")
     mapping = load_field_map(field_map if field_map is not None else dataset or DEFAULT_DATASET)
-    cases = find_cases([Path(s) for s in sources], mapping)
-    listed = load_splits(splits) if splits is not None else None
-    store = Path(store)
-    writer = StoreWriter(store, mapping.name, mapping.to_dict(), seed)
-    summary = PrepSummary(store)
-    where = str(splits) if splits is not None else f"--split-seed {split_seed}"
+    writer = StoreWriter(Path(store), mapping.name, mapping.to_dict(), seed)
+    writer.require_folder()
+    found = search([Path(s) for s in sources], mapping)
+    named = "" if dataset or field_map else " (taken where neither --dataset nor --map is given)"
+    summary = PrepSummary(writer.path, f"{mapping.name}{named}", found)
     if overwrite:
         _refuse_foreign(writer)
+        refuse_overwriting(writer.path, found.cases.values())
     else:
         writer.check()
-    store.mkdir(parents=True, exist_ok=True)
-    with _locked(store):
+    is_new = not writer.path.exists()
+    with _locked(writer.path):
         if overwrite:
             writer.clear()
-        whole = writer.whole_cases()
-        chosen = listed or draw_splits({*cases, *whole}, split_seed)
-        keep_present(chosen, {*cases, *whole}, where)  # before hours of work, not after
-        todo = _todo(cases, whole, summary)
-        if todo or not (store / MARK).exists():
-            writer.begin()
-        for name, outcome in _convert_all(writer, todo, mapping, workers):
-            summary.add(name, outcome)
-            if not isinstance(outcome, str):
-                whole[name] = outcome
-        summary.done = natural_order(summary.done)
-        if summary.failed and whole and not set(whole).intersection(chosen["train"]):
-            tqdm.write(f"{where}: all training cases failed, so {store} is not complete")
-        elif whole:
-            kept, absent, summary.unassigned = keep_present(chosen, whole, where)
-            summary.absent = [n for n in absent if n not in summary.failed]
-            writer.finish(whole, kept, summary.failed)
+        try:
+            whole = _fill(writer, found.cases, mapping, splits, split_seed, workers, summary)
+        except BaseException:
+            remove(writer.path / ASIDE)
+            if not writer.whole_cases() and writer.is_empty:
+                writer.discard(folder=is_new)
+            raise
+        if not whole:
+            writer.discard(folder=is_new)
+            summary.discarded = True
     summary.seconds = time.monotonic() - started
     return summary
 
 
+def _fill(
+    writer: StoreWriter,
+    cases: dict[str, Path],
+    mapping: FieldMap,
+    split_file: Path | None,
+    split_seed: int,
+    workers: int,
+    summary: PrepSummary,
+) -> dict[str, dict[str, Any]]:
+    """Convert what is missing, and complete the store; all its whole cases."""
+    whole = writer.whole_cases()
+    splits = _splits(writer, {*cases, *whole}, split_file, split_seed, summary)
+    where = str(split_file) if split_file is not None else f"--split-seed {split_seed}"
+    keep_present(splits, {*cases, *whole}, where)  # before hours of work, not after
+    todo = _todo(writer, cases, mapping, whole, summary)
+    if todo or not (writer.path / MARK).exists():
+        writer.begin()
+    for name, outcome in _convert_all(writer, todo, mapping, workers):
+        if isinstance(outcome, Unwritable):
+            kept = f" ({len(whole)} cases are kept)" if whole else ""
+            raise DataError(f"{outcome}{kept}; the preparation has stopped, then run it again")
+        summary.add(name, outcome)
+        if not isinstance(outcome, str):
+            whole[name] = outcome
+    summary.done = natural_order(summary.done)
+    if summary.failed and whole and not set(whole).intersection(splits["train"]):
+        tqdm.write(f"{where}: all training cases failed, so {writer.path} is not complete")
+    elif whole:
+        kept_splits, absent, summary.unassigned = keep_present(splits, whole, where)
+        summary.absent = [n for n in absent if n not in summary.failed]
+        summary.changes += remarks(whole)
+        writer.finish(whole, kept_splits, summary.failed, splits)
+    return whole
+
+
+def _splits(
+    writer: StoreWriter, names: set[str], file: Path | None, seed: int, summary: PrepSummary
+) -> dict[str, list[str]]:
+    """The splits of a file, else those so far with what has come since, else drawn ones."""
+    before = read_assigned(writer.path)
+    if file is not None:
+        splits = in_form_of(names, load_splits(file))
+        if before is not None:
+            owner = {case: split for split, listed in before[0].items() for case in listed}
+            moved = {c for split, listed in splits.items() for c in listed if owner.get(c) != split}
+            moved &= {*owner}
+            if moved:
+                summary.changes.append(f"{file} moves cases: now {in_words(splits, moved)}")
+    elif before is not None:
+        splits, later = assign(names, *before, seed)
+        if later:
+            summary.changes.append(
+                f"splits of before are kept; later cases by --split-seed {seed}: "
+                f"{in_words(splits, later)}"
+            )
+    else:
+        splits = draw_splits(names, seed)
+    summary.splits = splits
+    return splits
+
+
 def _todo(
-    cases: dict[str, Path], whole: dict[str, dict[str, Any]], summary: PrepSummary
+    writer: StoreWriter,
+    cases: dict[str, Path],
+    mapping: FieldMap,
+    whole: dict[str, dict[str, Any]],
+    summary: PrepSummary,
 ) -> dict[str, Path]:
-    """Cases that are not whole in the store; those whose source has another size leave `whole`."""
+    """Cases that are not whole in the store; those whose source has changed leave `whole`."""
     todo = {}
     for name, path in cases.items():
-        if name in whole and whole[name]["source_size"] == source_size(path):
+        if name in whole and keep_case(writer, name, whole[name], path, mapping):
             summary.skipped.append(name)
-        else:
-            whole.pop(name, None)
-            todo[name] = path
+            continue
+        if whole.pop(name, None) is not None:
+            summary.changed.append(name)
+        todo[name] = path
     return todo
+
+
+def keep_case(
+    writer: StoreWriter, name: str, attrs: dict[str, Any], path: Path, mapping: FieldMap
+) -> bool:
+    """Whether a whole case is still what its source says; what is known of that is brought up."""
+    since = (writer.path / name / "zarr.json").stat().st_mtime_ns
+    record = refreshed(attrs, path, mapping, since)
+    if record is None:
+        return False
+    if record != attrs.get("contributing"):
+        attrs |= {"contributing": record, "source": str(path.absolute())}
+        writer.update_case(name, {key: attrs[key] for key in ("contributing", "source")})
+    return True
 
 
 def _refuse_foreign(writer: StoreWriter) -> None:
     """--overwrite deletes stores, and nothing else."""
-    path = writer.path
-    if not writer.is_empty:
-        text = (path / "zarr.json").read_text() if (path / "zarr.json").is_file() else ""
-        if "cpflare_schema" not in text:
-            raise DataError(f"store={path} exists and is no cpflare store; it is not overwritten")
+    if not writer.is_empty and not writer.is_store:
+        raise DataError(
+            f"store={writer.path} exists and is no cpflare store; it is not overwritten"
+        )
 
 
 @contextmanager
 def _locked(store: Path) -> Iterator[None]:
     """Keep a second preparation off the store: two writers on one shard lose data silently."""
-    with (store / LOCK).open("w") as file:
+    with writing(f"store={store}", FREE_SPACE):
+        store.mkdir(parents=True, exist_ok=True)
+        lock = (store / LOCK).open("w")
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -210,7 +214,7 @@ def _convert_all(
 ) -> Iterator[tuple[str, Outcome]]:
     """Convert cases and show progress."""
     started, cells, failed = time.monotonic(), 0, 0
-    sizes = {name: source_size(path) for name, path in todo.items()}
+    sizes = {name: size_of(layouts.parts(path)) for name, path in todo.items()}
     hidden = None if todo else True  # None: shown on a terminal alone
     with tqdm(
         total=sum(sizes.values()), unit="B", unit_scale=True, desc="prep", disable=hidden
@@ -219,7 +223,7 @@ def _convert_all(
             elapsed = max(time.monotonic() - started, 1e-9)
             if isinstance(outcome, str):
                 failed += 1
-                bar.write(f"FAILED {name}: {outcome}")
+                bar.write(f"FAILED {name}")  # the reasons follow when all are known
             else:
                 cells += int(outcome["num_rows"])
                 kind = {"cell": "cells", "point": "points"}[outcome["association"]]

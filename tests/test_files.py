@@ -10,7 +10,15 @@ import pytest
 
 from cpflare import files
 from cpflare.errors import ConfigError, DataError
-from cpflare.files import checksum, is_aside, leftovers, one_line, remove, written_aside
+from cpflare.files import (
+    checksum,
+    is_aside,
+    leftovers,
+    one_line,
+    refuse_overwriting,
+    remove,
+    written_aside,
+)
 
 
 def fill(path, kind, text):
@@ -94,3 +102,27 @@ def test_checksums_and_lines(tmp_path):
     assert checksum(tmp_path / "x") == hashlib.sha256(bytes(range(256)) * 5000).hexdigest()
     assert one_line(ValueError("one\n\n  two\tthree")) == "one two three"
     assert len(one_line("x" * 1000)) == 500
+
+
+def test_an_output_never_takes_the_place_of_a_source(tmp_path):
+    source = tmp_path / "in" / "car.vtp"
+    source.parent.mkdir()
+    source.write_text("mesh")
+    (tmp_path / "linked").symlink_to(source.parent)
+    (tmp_path / "soft.vtp").symlink_to(source)
+    (tmp_path / "hard.vtp").hardlink_to(source)
+    soft, gone = tmp_path / "soft.vtp", tmp_path / "gone.vtp"
+    for out, sources in (
+        (source, [gone, source]),
+        (tmp_path / "linked" / "car.vtp", [source]),
+        (tmp_path / "hard.vtp", [source]),
+        (soft, [source]),
+        (source, [soft]),
+        (source.parent, [source]),  # a folder that would be replaced
+        (tmp_path / "x" / ".." / "gone.vtp", [gone]),
+    ):
+        with pytest.raises(DataError, match=r"would overwrite the source.*; name another folder"):
+            refuse_overwriting([tmp_path / "new.vtp", out], sources)
+    (tmp_path / "copy.vtp").write_text("mesh")
+    refuse_overwriting([tmp_path / "copy.vtp", source.parent / "new.vtp"], [source, soft, gone])
+    refuse_overwriting(tmp_path / "copy.vtp", [])

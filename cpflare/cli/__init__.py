@@ -74,27 +74,25 @@ def prep(
         seed=seed,
         overwrite=overwrite,
     )
-    for case, notices in summary.notices.items():
-        for notice in notices:
-            print(f"notice: {case}: {notice}")
-    print(
-        f"{len(summary.done)} prepared, {len(summary.skipped)} were there, "
-        f"{len(summary.failed)} failed: {paths[-1]}"
-    )
-    for case, reason in summary.failed.items():
-        print(f"error: case {case} left out: {reason}", file=sys.stderr)
+    print("\n".join(summary.lines()))
+    for line in summary.errors():
+        print(line, file=sys.stderr)
     if summary.failed:
         raise typer.Exit(2)
 
 
 @app.command(epilog=_example("cpflare inspect data/cars.zarr --verify"))
 def inspect(
-    store: Annotated[Path, typer.Argument(help="a prepared store")],
+    store: Annotated[Path, typer.Argument(help="a prepared store, or one surface file")],
     verify: Annotated[bool, typer.Option(help="read everything and check it")] = False,
 ) -> None:
-    """Show a store's cases, cells, fields and statistics."""
+    """Show a store's cases, cells, fields and statistics; or a file's arrays, and draft its map."""
     from cpflare.data.verify import inspect_store
+    from data_prep.draft import look_at
 
+    if (text := look_at(store)) is not None:
+        print(text)
+        return
     report = inspect_store(store, verify=verify)
     print(report)
     if not report.ok:
@@ -154,9 +152,10 @@ def convert(
 
     from cpflare.data.store import Store
     from cpflare.log import show_progress
-    from data_prep.layouts import write
+    from data_prep.layouts import require_outside, write
 
     opened = Store.open(store)
+    require_outside(out, store)
     names = case or opened.cases
     for name in tqdm(names, unit="case", disable=not show_progress(0)):
         write(opened.case(name), out, layout)

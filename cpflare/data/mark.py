@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from cpflare.errors import DataError
 
 SCHEMA = 1  # raise it when a store of the old kind can no longer be read
 MARK = "cpflare.json"  # written last: a store without it is incomplete
+FORMER_MARK = f".former.{MARK}"  # the mark of before, while a preparation runs
 _MARK_PARTS = {
     "dataset": str,
     "seed": int,
@@ -65,6 +66,29 @@ def read_mark(path: Path) -> dict[str, Any]:
         if not (path / name / "zarr.json").is_file():
             raise DataError(f"store={path}: case {name} is missing from it; {AGAIN}")
     return mark
+
+
+def read_assigned(path: Path) -> tuple[dict[str, list[str]], set[str]] | None:
+    """The splits of all cases that a store has known, and those cases; None in a new one."""
+    for name in (MARK, FORMER_MARK):
+        try:
+            mark = json.loads((path / name).read_text())
+            splits = {k: list(v) for k, v in mark.get("assigned", mark["splits"]).items()}
+            # Earlier versions do not keep the split of quarantined cases.
+            return splits, {*mark["cases"], *(mark["quarantined"] if "assigned" in mark else ())}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # absent or damaged
+    return None
+
+
+def in_words(splits: Mapping[str, Collection[str]], cases: Collection[str], most: int = 5) -> str:
+    """Which of `cases` are in which split: "2 of train (run_1, run_2), 1 of test (run_3)"."""
+    said = []
+    for name, listed in splits.items():
+        if here := [case for case in listed if case in cases]:
+            more = ", …" if len(here) > most else ""
+            said.append(f"{len(here)} of {name} ({', '.join(here[:most])}{more})")
+    return ", ".join(said)
 
 
 def _wrong_part(mark: Mapping[str, Any]) -> str | None:

@@ -9,6 +9,7 @@ import difflib
 import re
 import textwrap
 import threading
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,6 +56,8 @@ class Store:
         self._storage = storage
         self._cases: dict[str, Case] = {}
         self.cases: tuple[str, ...] = tuple(mark["cases"])
+        # File systems and programs write one name in several forms of Unicode.
+        self._forms = {unicodedata.normalize("NFC", case): case for case in self.cases}
         self.splits: dict[str, tuple[str, ...]] = {k: tuple(v) for k, v in mark["splits"].items()}
 
     @classmethod
@@ -67,7 +70,8 @@ class Store:
         """
         path = Path(path)
         if not path.is_dir():
-            raise DataError(f"store={path} does not exist; make it with `cpflare prep SRC… {path}`")
+            what = "is a file, no store" if path.exists() else "does not exist"
+            raise DataError(f"store={path} {what}; make it with `cpflare prep SRC… {path}`")
         mark = read_mark(path)
         return cls(path, mark, storage or LocalStore(path, read_only=True))
 
@@ -93,6 +97,13 @@ class Store:
     def quarantined(self) -> dict[str, str]:
         """Cases that could not be prepared, with the reason."""
         return dict(self._mark["quarantined"])
+
+    @property
+    def absent(self) -> dict[str, list[str]]:
+        """Cases that each split names and the store does not have; those quarantined are none."""
+        here = {*self.cases, *self.quarantined}
+        named = self._mark.get("assigned", {})  # earlier versions do not keep them
+        return {split: [n for n in names if n not in here] for split, names in named.items()}
 
     @property
     def identity(self) -> str:
@@ -129,6 +140,7 @@ class Store:
 
     def case(self, name: str) -> Case:
         """The case of that name; opened once and kept."""
+        name = self._forms.get(unicodedata.normalize("NFC", name), name)
         if name not in self._mark["cases"]:
             near = difflib.get_close_matches(name, self.cases, 1, 0)
             hint = f"; did you mean {near[0]}?" if near else "; the store has no cases"

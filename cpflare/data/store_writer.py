@@ -13,6 +13,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 from zarr.storage import LocalStore
 
-from cpflare.data.mark import MARK, SCHEMA, store_identity
+from cpflare.data.mark import FORMER_MARK, MARK, SCHEMA, store_identity
 from cpflare.data.statistics import Moments, Statistics, case_moments
 from cpflare.data.store import natural_order
 from cpflare.errors import DataError
-from cpflare.files import written_aside
+from cpflare.files import FREE_SPACE, remove, writing, written_aside
 
 Array = NDArray[Any]
 
@@ -84,10 +85,12 @@ class StoreWriter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is there, or what a run that was stopped at its start left."""
+        """Whether nothing is there, or what a run that prepared nothing left."""
         if not self.path.exists():
             return True
-        return all(p.name in (LOCK, ASIDE) for p in self.path.iterdir())
+        self.require_folder()
+        left = {p.name for p in self.path.iterdir()} - {LOCK, ASIDE}
+        return not left or (left == {"zarr.json"} and self.is_store)
 
     def check(self) -> None:
         """Refuse a folder that is another thing, or a store made in another way.
@@ -96,11 +99,8 @@ class StoreWriter:
         """
         if self.is_empty:
             return
-        try:
-            before = json.loads((self.path / "zarr.json").read_text()).get("attributes", {})
-        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
-            before = {}
-        if "cpflare_schema" not in before:
+        before = self._root()
+        if not self.is_store:
             raise DataError(
                 f"store={self.path} exists and is no cpflare store; give another folder"
             )
@@ -112,6 +112,29 @@ class StoreWriter:
                     "use the same, --overwrite or another folder"
                 )
 
+    @property
+    def is_store(self) -> bool:
+        """Whether the folder is a store, complete or not."""
+        return "cpflare_schema" in self._root()
+
+    def require_folder(self) -> None:
+        """Refuse a store that is a file.
+
+        Raises: DataError
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise DataError(
+                f"store={self.path} is a file; give SRC… and then STORE, the name of a folder"
+            )
+
+    def _root(self) -> dict[str, Any]:
+        """The attributes of the root group; none where it is no Zarr group."""
+        try:
+            found = json.loads((self.path / "zarr.json").read_text()).get("attributes", {})
+        except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def clear(self) -> None:
         """Delete all that a store holds, the completion mark first; its lock stays."""
         (self.path / MARK).unlink(missing_ok=True)
@@ -122,12 +145,35 @@ class StoreWriter:
                 child.unlink()
 
     def begin(self) -> None:
-        """Make the folder, take the completion mark away and remove what a stopped run left."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / MARK).unlink(missing_ok=True)
-        shutil.rmtree(self.path / ASIDE, ignore_errors=True)
-        if not (self.path / "zarr.json").exists():
-            zarr.create_group(LocalStore(self.path), zarr_format=3, attributes=self.purpose)
+        """Make the folder, take the completion mark away and remove what a stopped run left.
+
+        Raises: DataError where the folder cannot be written.
+        """
+        with writing(f"store={self.path}", FREE_SPACE):
+            self.path.mkdir(parents=True, exist_ok=True)
+            if (self.path / MARK).exists():  # its splits outlive a run that is stopped
+                (self.path / MARK).replace(self.path / FORMER_MARK)
+            shutil.rmtree(self.path / ASIDE, ignore_errors=True)
+            root = self._root()
+            if any(root.get(key) != value for key, value in self.purpose.items()):
+                (self.path / "zarr.json").unlink(missing_ok=True)
+                zarr.create_group(LocalStore(self.path), zarr_format=3, attributes=self.purpose)
+
+    def discard(self, *, folder: bool) -> None:
+        """Remove what a run that prepared nothing has made; with `folder` that, too."""
+        for name in ("zarr.json", LOCK, ASIDE):
+            remove(self.path / name)
+        if folder:
+            with suppress(OSError):  # something else stands in it
+                self.path.rmdir()
+
+    def update_case(self, name: str, attrs: Mapping[str, Any]) -> None:
+        """Change attributes of a case that is whole."""
+        path = self.path / name / "zarr.json"
+        group = json.loads(path.read_text())
+        group["attributes"] |= attrs
+        with written_aside(path, within=self.path / ASIDE) as aside:
+            aside.write_text(json.dumps(group, indent=2))
 
     def whole_cases(self) -> dict[str, dict[str, Any]]:
         """Names and attributes of all cases that are whole."""
@@ -212,10 +258,12 @@ class StoreWriter:
         cases: Mapping[str, Mapping[str, Any]],
         splits: Mapping[str, list[str]],
         quarantined: Mapping[str, str] | None = None,
+        assigned: Mapping[str, list[str]] | None = None,
     ) -> None:
         """Merge the training split's statistics and write the completion mark.
 
-        `cases` maps every case of the store to its attributes (`write_case`, `case_attrs`).
+        `cases` maps every case of the store to its attributes (`write_case`, `case_attrs`);
+        `assigned` are the splits with the cases that are not there, which keep them.
         """
         names = natural_order(cases)
         entries = {n: {"rows": cases[n]["num_rows"]} for n in names}
@@ -232,6 +280,7 @@ class StoreWriter:
             "splits": {k: natural_order(v) for k, v in splits.items()},
             "statistics": statistics.to_dict(),
             "statistics_hash": statistics.hash,
+            "assigned": {k: natural_order(v) for k, v in (assigned or splits).items()},
             "quarantined": dict(quarantined or {}),
             "field_map": self.field_map,
             "cases": entries,
@@ -239,6 +288,7 @@ class StoreWriter:
         shutil.rmtree(self.path / ASIDE, ignore_errors=True)
         with written_aside(self.path / MARK) as aside:
             aside.write_text(json.dumps(mark, indent=1))
+        (self.path / FORMER_MARK).unlink(missing_ok=True)
 
 
 def _write_array(

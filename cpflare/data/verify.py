@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from cpflare.data.mark import store_identity
+from cpflare.data.mark import in_words, store_identity
 from cpflare.data.statistics import Moments, Statistics, case_moments
 from cpflare.data.store import Case, Store, natural_order
 from cpflare.data.store_writer import NOT_COUNTED
@@ -46,6 +47,7 @@ class StoreReport:
             f"identity    {store.identity}",
             f"cases       {len(rows)} with {sum(rows.values()):,} rows",
             *(f"  {name:9} {len(cases)}" for name, cases in store.splits.items()),
+            *_strays(store, owner),
             "statistics  (training split, units of the store)",
         ]
         for name, s in store.statistics.fields.items():
@@ -67,6 +69,15 @@ class StoreReport:
         else:
             lines.append(f"{len(self.problems)} problems")
         return "\n".join(lines)
+
+
+def _strays(store: Store, owner: Mapping[str, str]) -> list[str]:
+    """Cases that splits name and that are absent; cases that no split names."""
+    absent = in_words(store.absent, {n for names in store.absent.values() for n in names})
+    outside = [name for name in store.cases if name not in owner]
+    named = ", ".join(outside[:5]) + (", …" if len(outside) > 5 else "")
+    lines = [f"absent      {absent}"] if absent else []
+    return lines + ([f"in no split {len(outside)} ({named})"] if outside else [])
 
 
 def inspect_store(path: str | Path, verify: bool = False) -> StoreReport:

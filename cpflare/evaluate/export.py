@@ -18,6 +18,7 @@ from cpflare.evaluate.source_units import source_field
 from cpflare.fields import FIELDS
 from cpflare.files import one_line, written_aside
 from cpflare.formats.files import read_whole
+from cpflare.formats.vtk_objects import without_unused_points
 from cpflare.formats.vtp import read_arrays
 
 Array = NDArray[Any]
@@ -51,6 +52,8 @@ def write_vtp(
     """
     source_path, out_path = Path(source_path), Path(out_path)
     mesh = read_whole(source_path)
+    if association == "point" and all(len(v) < mesh.n_points for v in predictions.values()):
+        mesh = without_unused_points(mesh)  # they are no rows of a case
     if association not in ("cell", "point"):
         raise DataError(f"association is '{association}'; it must be 'cell' or 'point'")
     num_rows = mesh.n_cells if association == "cell" else mesh.n_points
@@ -341,5 +344,6 @@ def _npz_to_vtp(
         truth = {
             name.removesuffix("_true"): file[name] for name in file.files if name.endswith("_true")
         }
-    mesh, fields = find_source(source, case), read_predictions(path)
+    patterns = (known[0] or {}).get("files") or ()
+    mesh, fields = find_source(source, case, patterns=patterns), read_predictions(path)
     write_vtp(mesh, target, fields, truth or None, known[0] or {}, known[1] or "")

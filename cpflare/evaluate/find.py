@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cpflare.data.store import natural_order
 from cpflare.errors import DataError
+from cpflare.files import checksum_of
 from cpflare.formats.files import SUFFIXES, WITHOUT_FIELDS
+from cpflare.formats.search import Passed, owners, parts, tree
 
 
 def prediction_files(out_dir: Path, cases: Sequence[str] | None = None) -> dict[str, Path]:
@@ -43,20 +45,46 @@ def prediction_files(out_dir: Path, cases: Sequence[str] | None = None) -> dict[
     return {case: found[case] for case in cases}
 
 
-def find_source(source: Path, case: str) -> Path:
+def find_source(
+    source: Path,
+    case: str,
+    *,
+    recorded: str = "",
+    patterns: Sequence[str] = (),
+    digest: str | None = None,
+) -> Path:
     """Return the mesh of `case` under `source`: a file of that stem, or in a folder of that name.
 
+    Of several, the one with the `recorded` file name is taken, then those like the field map's
+    `patterns`, then those whose content has the checksum `digest`.
+
     Raises:
-        DataError: none or several are found.
+        DataError: none is found, or several are left.
     """
-    found = sorted(
+    passed: Passed = {}
+    files = [file for _, inside in tree(Path(source), passed) for file in inside]
+    owned = owners(files)
+    meshes = [
         path
-        for path in Path(source).rglob("*")
+        for path in files
         if path.suffix.lower() in SUFFIXES
         and path.suffix.lower() not in WITHOUT_FIELDS
-        and (path.stem == case or path.parent.name == case)
+        and path.resolve() not in owned
+    ]
+    found = [path for path in meshes if case in (path.stem, path.parent.name)]
+    found = found or [path for path in meshes if path.name == recorded]  # its folder was renamed
+    narrower: tuple[Callable[[Path], bool], ...] = (
+        lambda path: path.name == recorded,
+        lambda path: any(path.match(pattern) for pattern in patterns),
+        lambda path: digest is not None and checksum_of(parts(path)) == digest,
     )
+    for fits in narrower:
+        if len(found) > 1:
+            found = [path for path in found if fits(path)] or found
     if len(found) != 1:
         listed = ", ".join(str(path) for path in found[:3]) or "none"
-        raise DataError(f"case '{case}' needs one mesh under {source}; found {listed}")
+        over = "; ".join(f"passed over {len(paths)} {why}" for why, paths in passed.items())
+        raise DataError(
+            f"case '{case}' needs one mesh under {source}; found {listed}{over and f' ({over})'}"
+        )
     return found[0]

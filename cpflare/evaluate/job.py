@@ -28,8 +28,9 @@ from cpflare.evaluate.predict import (
     predict_shard,
     run_model,
 )
-from cpflare.files import checksum, written_aside
+from cpflare.files import checksum_of, size_of, written_aside
 from cpflare.formats.files import SUFFIXES
+from cpflare.formats.search import parts
 from cpflare.log import show_progress
 from cpflare.models import Backbone
 from cpflare.parallel.partition import shard_bounds
@@ -101,7 +102,7 @@ class Predictor:
         return written
 
     def _write(self, case: Case, fields: Fields, truth: Fields | None, source: Path | None) -> Path:
-        mesh = _source_mesh(case, source)
+        mesh = _source_mesh(case, source, self.field_map.get("files") or ())
         if isinstance(mesh, Path):
             return write_vtp(
                 mesh,
@@ -210,10 +211,16 @@ class Predictor:
         lifeline.place = ""
 
 
-def _source_mesh(case: Case, source: Path | None) -> Path | str:
+def _source_mesh(case: Case, source: Path | None, patterns: Sequence[str]) -> Path | str:
     """The case's mesh, or why there is none. A mesh that has changed since is an error."""
     if source is not None:
-        path = find_source(source, case.name)
+        path = find_source(
+            source,
+            case.name,
+            recorded=Path(case.attrs["source"]).name,
+            patterns=patterns,
+            digest=case.attrs.get("source_checksum"),
+        )
     else:
         path = Path(case.attrs["source"])
         if path.exists() and path.suffix.lower() not in SUFFIXES:
@@ -221,9 +228,10 @@ def _source_mesh(case: Case, source: Path | None) -> Path | str:
         if not path.is_file():
             return f"the mesh {path} of case {case.name} is gone (--source says where it is now)"
     size, digest = case.attrs.get("source_size"), case.attrs.get("source_checksum")
-    if size is not None and path.stat().st_size != size:
-        changed = f"{path.stat().st_size} bytes where it had {size}"
-    elif digest is not None and checksum(path) != digest:
+    files = parts(path)
+    if size is not None and size_of(files) != size:
+        changed = f"{size_of(files)} bytes where it had {size}"
+    elif digest is not None and checksum_of(files) != digest:
         changed = "another checksum"
     else:
         return path

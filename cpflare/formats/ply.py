@@ -25,6 +25,8 @@ _JOINED = {  # names that VTK gives to several properties
     "RGB": ("red", "green", "blue"),
     "Normals": ("nx", "ny", "nz"),
 }
+_CORNERS = ("vertex_indices", "vertex_index")
+_LINES = 65_536  # lines of text that are taken apart at a time
 _ORDERS = {"ascii": "", "binary_little_endian": "<", "binary_big_endian": ">"}
 
 
@@ -32,8 +34,24 @@ _ORDERS = {"ascii": "", "binary_little_endian": "<", "binary_big_endian": ">"}
 class _Element:
     name: str
     count: int
-    scalars: list[tuple[str, str]] = field(default_factory=list)
-    lists: list[tuple[str, str, str]] = field(default_factory=list)  # name, type of count, of items
+    # In the file's order: name, type of the values, and of a list's count.
+    properties: list[tuple[str, str, str | None]] = field(default_factory=list)
+
+    @property
+    def scalars(self) -> list[tuple[str, str]]:
+        return [(name, kind) for name, kind, count in self.properties if count is None]
+
+    @property
+    def has_lists(self) -> bool:
+        return any(count is not None for _, _, count in self.properties)
+
+    @property
+    def corners(self) -> int:
+        """Which property lists a face's points: that of the usual name, or the first whole one."""
+        lists = [i for i, (_, _, count) in enumerate(self.properties) if count is not None]
+        named = [i for i in lists if self.properties[i][0] in _CORNERS]
+        whole = [i for i in lists if self.properties[i][1][0] in "iu"]
+        return next(iter(named + whole), -1)
 
 
 def read(path: Path, *, whole: bool = False) -> Surface:
@@ -77,41 +95,77 @@ def _header(path: Path, text: str) -> tuple[str, list[_Element]]:
             elif words[:1] == ["element"]:
                 elements.append(_Element(words[1], int(words[2])))
             elif words[:2] == ["property", "list"]:
-                if elements[-1].scalars:  # the readers below take the list first
-                    raise ValueError
-                elements[-1].lists.append((words[4], _TYPES[words[2]], _TYPES[words[3]]))
+                elements[-1].properties.append((words[4], _TYPES[words[3]], _TYPES[words[2]]))
             elif words[:1] == ["property"]:
-                elements[-1].scalars.append((words[2], _TYPES[words[1]]))
+                elements[-1].properties.append((words[2], _TYPES[words[1]], None))
         except (KeyError, IndexError, ValueError):
             raise DataError(f"{path}: header line {line!r} is not understood") from None
     names = [e.name for e in elements]
     if order == "?" or "vertex" not in names:
         raise DataError(f"{path}: its header has no format or no vertices; give a PLY surface")
     vertex = elements[names.index("vertex")]
-    if not {"x", "y", "z"} <= {n for n, _ in vertex.scalars} or vertex.lists:
+    if not {"x", "y", "z"} <= {n for n, _ in vertex.scalars} or vertex.has_lists:
         raise DataError(f"{path}: vertices must have x, y and z; give a PLY surface")
     for element in elements:
-        if element.lists and (element.name != "face" or len(element.lists) > 1):
-            raise DataError(f"{path}: element {element.name} has lists that are not read")
+        if element.name == "face" and element.has_lists and element.corners < 0:
+            raise DataError(f"{path}: faces have no {_CORNERS[0]}; export the mesh as PLY polygons")
     return order, elements
 
 
 def _ascii(data: bytes, elements: list[_Element]) -> tuple[dict[str, Array], Array, Array]:
-    lines = iter(data.split(b"\n"))
-    vertices, corners, counts = {}, [], []
+    breaks = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n"))
+    ends = np.append(breaks, len(data))
+    vertices: dict[str, list[Array]] = {}
+    corners, counts, line = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
     for element in elements:
-        rows = [next(lines, b"").split() for _ in range(element.count)]
-        if element.name == "vertex":
-            for i, (name, kind) in enumerate(element.scalars):
-                vertices[name] = np.array([row[i] for row in rows], dtype="S").astype(kind)
-        elif element.name == "face" and element.lists:
-            for row in rows:
-                num = int(row[0])
-                if len(row) < num + 1 + len(element.scalars):
-                    raise ValueError(f"a face has {len(row)} numbers")
-                counts.append(num)
-                corners += [int(c) for c in row[1 : 1 + num]]
-    return vertices, np.array(corners, np.int64), np.array(counts, np.int64)
+        last = line + element.count
+        if last > len(ends):
+            raise ValueError(f"it has {len(ends)} lines of {last}")
+        for low in range(line, last, _LINES):
+            if element.name not in ("vertex", "face"):
+                break
+            stops = ends[low : min(low + _LINES, last)]
+            start = int(ends[low - 1]) + 1 if low else 0
+            found = _columns(data[start : stops[-1]], stops - start, element)
+            if element.name == "vertex":
+                for name, kind in element.scalars:
+                    vertices.setdefault(name, []).append(found[name].astype(kind))
+            elif element.has_lists:
+                corners.append(found["corners"].astype(np.int64))
+                counts.append(found["counts"].astype(np.int64))
+        line = last
+    joined = {n: np.concatenate(blocks) for n, blocks in vertices.items()}
+    if not joined:
+        vertex = next(e for e in elements if e.name == "vertex")
+        joined = {name: np.empty(0, kind) for name, kind in vertex.scalars}
+    return joined, np.concatenate(corners), np.concatenate(counts)
+
+
+def _columns(text: bytes, stops: Array, element: _Element) -> dict[str, Array]:
+    """The scalars of some lines, and of their faces the numbers of corners and all corners."""
+    is_blank = np.frombuffer(text, np.uint8) <= ord(" ")
+    begins = np.flatnonzero(~is_blank & np.append(True, is_blank[:-1]))
+    first = np.searchsorted(begins, np.append(0, stops[:-1]))  # word of each line
+    end = np.searchsorted(begins, stops)
+    words = np.append(np.array(text.split(), "S").astype(np.float64), 0.0)
+    at, found = first.copy(), {}
+    for i, (name, _, count) in enumerate(element.properties):
+        if (at >= end).any():
+            raise ValueError(f"a line has {int((end - first)[at >= end][0])} numbers")
+        values = words[at]
+        at += 1
+        if count is None:
+            found[name] = values
+            continue
+        num = values.astype(np.int64)
+        if (wrong := (num < 0) | (at + num > end)).any():
+            raise ValueError(f"a line has {int((end - first)[wrong][0])} numbers")
+        if i == element.corners:
+            found["counts"] = num
+            shift = np.repeat(at - (np.cumsum(num) - num), num)
+            found["corners"] = words[np.arange(int(num.sum())) + shift]
+        at += num
+    return found
 
 
 def _binary(
@@ -119,16 +173,18 @@ def _binary(
 ) -> tuple[dict[str, Array], Array, Array]:
     vertices, corners, counts = {}, np.empty(0, "i4"), np.empty(0, np.int64)
     for element in elements:
-        row = np.dtype([(n, order + kind) for n, kind in element.scalars])
-        if not element.lists:
+        if not element.has_lists:
+            row = np.dtype([(n, order + kind) for n, kind in element.scalars])
             table = np.frombuffer(data, row, element.count, start)
             start += element.count * row.itemsize
             if element.name == "vertex":
                 vertices = {n: table[n].astype(kind) for n, kind in element.scalars}
             continue
-        item_kind = element.lists[0][2]
-        counts, begins, start = _walk(data, start, order, element, row.itemsize)
-        item = np.dtype(order + item_kind)
+        found, begins, start = _walk(data, start, order, element)
+        if element.name != "face":
+            continue
+        counts = found
+        item = np.dtype(order + element.properties[element.corners][1])
         raw = np.frombuffer(data, np.uint8)
         corners = np.empty(int(counts.sum()), item.newbyteorder("="))
         ends = np.cumsum(counts)
@@ -140,19 +196,26 @@ def _binary(
     return vertices, corners, counts
 
 
-def _walk(
-    data: bytes, start: int, order: str, element: _Element, trailing: int
-) -> tuple[Array, Array, int]:
-    """Numbers of corners, where each face's corners begin, and where the faces end."""
-    _, count_kind, item_kind = element.lists[0]
-    width, each = np.dtype(count_kind).itemsize, np.dtype(item_kind).itemsize
+def _walk(data: bytes, start: int, order: str, element: _Element) -> tuple[Array, Array, int]:
+    """Numbers of corners, where each face's corners begin, and where the element ends."""
+    steps = [
+        (np.dtype(kind).itemsize, 0 if count is None else np.dtype(count).itemsize, i == own)
+        for own in [element.corners]
+        for i, (_, kind, count) in enumerate(element.properties)
+    ]
     little = "little" if order == "<" else "big"
-    counts, begins = np.empty(element.count, np.int64), np.empty(element.count, np.int64)
+    counts, begins = np.zeros(element.count, np.int64), np.zeros(element.count, np.int64)
     position = start
     for i in range(element.count):
-        num = int.from_bytes(data[position : position + width], little)  # type: ignore[arg-type]
-        counts[i], begins[i] = num, position + width
-        position += width + num * each + trailing
+        for each, width, is_corners in steps:
+            if not width:
+                position += each
+                continue
+            num = int.from_bytes(data[position : position + width], little)  # type: ignore[arg-type]
+            position += width
+            if is_corners:
+                counts[i], begins[i] = num, position
+            position += num * each
         if position > len(data):
             raise ValueError(f"face {i} of {element.count} ends behind the file's end")
     return counts, begins, position

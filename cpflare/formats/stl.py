@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,17 @@ import numpy as np
 from cpflare.errors import DataError
 from cpflare.formats.surface import Surface
 from cpflare.formats.vtk_objects import run, to_surface
+
+_FACET, _END_FACET, _CORNER, _SOLID, _END = (
+    re.compile(pattern, re.IGNORECASE | re.MULTILINE)
+    for pattern in (
+        rb"^\s*facet\s",
+        rb"^\s*endfacet\b",
+        rb"^\s*vertex(?:\s+[-+.\w]+){3}\s*$",
+        rb"\s*solid\b",
+        rb"^\s*end\s?solid\b",
+    )
+)
 
 
 def read(path: Path) -> Surface:
@@ -18,18 +30,33 @@ def read(path: Path) -> Surface:
     """
     from vtkmodules.vtkIOGeometry import vtkSTLReader
 
-    with path.open("rb") as file:
-        head = file.read(84)
-    size = path.stat().st_size
-    if not head[:80].lstrip().lower().startswith(b"solid") and len(head) == 84:
-        need = 84 + 50 * int(np.frombuffer(head[80:], "<u4")[0])
-        if size != need:
-            raise DataError(
-                f"{path} has {size} bytes, its triangles need {need}; copy the file again"
-            )
+    _check(path)
     reader = vtkSTLReader()
     reader.MergingOff()  # merging drops triangles without an area, and so moves all rows after them
     return _merge_points(to_surface(path, run(reader, path), "cell", []))
+
+
+def _check(path: Path) -> None:
+    """Decide by the content what the file is, since binary ones may begin with "solid" too.
+
+    Raises: DataError where a binary file is shorter or longer than its triangles need, or one of
+        text ends within a facet or before its last line.
+    """
+    data = path.read_bytes()
+    need = 84 + 50 * int.from_bytes(data[80:84], "little")
+    if len(data) >= 84 and len(data) == need:
+        return
+    begun, ended, corners = (
+        sum(1 for _ in pattern.finditer(data)) for pattern in (_FACET, _END_FACET, _CORNER)
+    )
+    if not (_SOLID.match(data) and (begun or _END.search(data))):
+        said = f"its triangles need {need}" if len(data) >= 84 else "a binary one has 84 at least"
+        raise DataError(f"{path} has {len(data)} bytes, {said}; copy the file again")
+    if begun != ended or corners != 3 * begun or not _END.search(data):
+        raise DataError(
+            f"{path} is cut off or damaged: {begun} facets begin, {ended} end, with {corners} "
+            "vertices; copy the file again"
+        )
 
 
 def _merge_points(surface: Surface) -> Surface:

@@ -41,11 +41,28 @@ class Surface:
         """Points, those that no cell uses among them."""
         return len(self.points)
 
+    def without_unused(self, association: str) -> tuple[Surface, NDArray[np.int64] | None]:
+        """The surface of the points that cells use, and their rows; None where all points are used.
+
+        `association` says what the arrays belong to. What no cell uses is no part of the surface.
+        """
+        is_used = np.zeros(self.num_points, bool)
+        is_used[self.connectivity] = True
+        if is_used.all():
+            return self, None
+        rows = np.flatnonzero(is_used)
+        number = np.cumsum(is_used) - 1
+        arrays = dict(self.arrays)
+        if association == "point":
+            arrays = {n: a[rows] if len(a) == self.num_points else a for n, a in arrays.items()}
+        corners = number[self.connectivity]
+        return Surface(self.points[rows], corners, self.offsets, self.kinds, arrays), rows
+
     def check(self, where: str) -> None:
         """Refuse a mesh that cannot be computed with.
 
-        Raises: DataError for no cells, no polygons, corners that do not exist, or points that are
-            not finite.
+        Raises: DataError for no cells, no polygons, corners that do not exist, or used points
+            that are not finite.
         """
         if self.num_cells == 0:
             raise DataError(
@@ -72,9 +89,9 @@ class Surface:
                 f"{self.num_points}; it is damaged"
             )
         for start in range(0, self.num_points, _BLOCK):
-            good = np.isfinite(self.points[start : start + _BLOCK])
-            if not good.all():
-                point = start + int(np.argmin(good.all(axis=1)))
+            good = np.isfinite(self.points[start : start + _BLOCK]).all(axis=1)
+            bad = start + np.flatnonzero(~good)
+            for point in bad[np.isin(bad, self.connectivity)]:
                 raise DataError(
                     f"{where}: point {point} is {self.points[point]}; coordinates must be finite"
                 )

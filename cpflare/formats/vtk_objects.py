@@ -109,6 +109,33 @@ def to_polydata(surface: Surface) -> Any:
     return mesh
 
 
+def without_unused_points(mesh: Any) -> Any:
+    """PolyData of the points that cells use, in their order, with all arrays."""
+    import pyvista as pv
+
+    surface, rows = _from_polydata(mesh).without_unused("cell")
+    if rows is None:
+        return mesh
+    out = pv.wrap(mesh.NewInstance())
+    out.ShallowCopy(mesh)
+    number = np.full(mesh.n_points, -1, np.int64)
+    number[rows] = np.arange(len(rows))
+    out.SetPoints(pv.vtk_points(surface.points))
+    for kind in ("Verts", "Lines", "Polys", "Strips"):
+        cells = getattr(mesh, f"Get{kind}")()
+        if cells is not None and cells.GetNumberOfCells():
+            corners, offsets = _cells(cells)
+            mapped = type(cells)()
+            mapped.SetData(
+                pv.convert_array(offsets.astype(np.int64)), pv.convert_array(number[corners])
+            )
+            getattr(out, f"Set{kind}")(mapped)
+    out.point_data.clear()
+    for name in mesh.point_data:
+        out.point_data[name] = np.asarray(mesh.point_data[name])[rows]
+    return out
+
+
 def _walk_around(corners: Array, kind: int) -> Array:
     if kind == STRIP:
         return np.concatenate([corners[:1], corners[1::2], corners[2::2][::-1]])

@@ -47,6 +47,13 @@ _FIELDS: Final = {
     "pPrime2MeanTrim": 1,
     "wallShearStressMeanTrim": 3,
 }
+_FILES: Final = (
+    "boundary_{}.vtp",
+    "geo_parameters_{}.csv",
+    "force_mom_{}.csv",
+    "force_mom_constref_{}.csv",
+    "geo_ref_{}.csv",
+)
 _BLOCK_CELLS: Final = 200_000
 # DrivAerML's columns are the parameters' names with capitals, but for this one.
 _COLUMNS: Final = {"rearend_tapering": "Rearend_tapering"}
@@ -88,7 +95,7 @@ def synthesise(out: Path, *, cases: int, cells: int, seed: int, workers: int = 1
 
     `workers` processes share the cases; the files do not depend on how many there are.
 
-    Raises: DataError for numbers that cannot be met.
+    Raises: DataError for numbers that cannot be met, or files there that this seed did not make.
     """
     if cases < 1:
         raise DataError(f"cases={cases}: at least 1 is needed; set --cases 8")
@@ -102,6 +109,8 @@ def synthesise(out: Path, *, cases: int, cells: int, seed: int, workers: int = 1
         raise DataError(f"workers={workers}: at least 1 is needed; set --workers 1")
     if out.exists() and not out.is_dir():
         raise DataError(f"{out}: is a file; give the name of a folder")
+    for case in range(1, cases + 1):
+        _refuse_replacing(out, case, seed)
     out.mkdir(parents=True, exist_ok=True)
     paths: dict[int, Path] = {}
     with tqdm(total=cases, unit="case", desc="synth", disable=None) as bar:
@@ -124,6 +133,26 @@ def _run(
             yield jobs[job], job.result()
 
 
+def _refuse_replacing(out: Path, case: int, seed: int) -> None:
+    """Refuse a case whose files are there, unless its table of parameters is this seed's."""
+    folder = out / f"run_{case}"
+    there = [path for name in _FILES if (path := folder / name.format(case)).exists()]
+    table = folder / f"geo_parameters_{case}.csv"
+    own = there and table.is_file() and table.read_bytes() == _parameters(seed, case).encode()
+    if there and not own:
+        raise DataError(
+            f"{there[0]} is there already, and not of --seed {seed}; name another folder, or "
+            "remove it"
+        )
+
+
+def _parameters(seed: int, case: int) -> str:
+    """The table of a case's parameters."""
+    parameters = asdict(draw_shape(seed, case))
+    names = [_COLUMNS.get(name, name.title()) for name in parameters]
+    return _table(", ", names, [f"{v:.6g}" for v in parameters.values()])
+
+
 def write_case(out: Path, case: int, cells: int, seed: int) -> Path:
     """Write one case's folder and return the path of its surface."""
     folder = out / f"run_{case}"
@@ -139,7 +168,9 @@ def write_case(out: Path, case: int, cells: int, seed: int) -> Path:
         for block in blocks(grid, _BLOCK_CELLS):
             writer.add_points(_new_points(grid, block))
             _write_cells(writer, grid, block, flow, rng, loads)
-    _write_tables(folder, case, shape, frontal_area(body), loads)
+        # Before the surface is there: they tell whose it is, should this be stopped.
+        _write_text(folder / f"geo_parameters_{case}.csv", _parameters(seed, case))
+        _write_tables(folder, case, shape, frontal_area(body), loads)
     return path
 
 
@@ -229,25 +260,20 @@ def _write_tables(folder: Path, case: int, shape: Shape, area: float, loads: Loa
     constant = Reference(CONSTANT_AREA, CONSTANT_LENGTH, CONSTANT_CENTRE)
     for name, reference in (("force_mom", own), ("force_mom_constref", constant)):
         values = loads.coefficients(reference)
-        _write_csv(
-            folder / f"{name}_{case}.csv", ",", list(values), [f"{v:.9g}" for v in values.values()]
-        )
-    parameters = asdict(shape)
-    names = [_COLUMNS.get(name, name.title()) for name in parameters]
-    _write_csv(
-        folder / f"geo_parameters_{case}.csv",
-        ", ",
-        names,
-        [f"{v:.6g}" for v in parameters.values()],
-    )
+        table = _table(",", list(values), [f"{v:.9g}" for v in values.values()])
+        _write_text(folder / f"{name}_{case}.csv", table)
     header = ["lRef", "aRef", "forcesCoR", "lRefRef", "aRefRef", "forcesCoRRef"]
     row = []
     for reference in (own, constant):
         centre = " ".join(f"{value:.6g}" for value in reference.centre)
         row += [f"{reference.length:.6g}", f"{reference.area:.6g}", f"({centre})"]
-    _write_csv(folder / f"geo_ref_{case}.csv", ",", header, row)
+    _write_text(folder / f"geo_ref_{case}.csv", _table(",", header, row))
 
 
-def _write_csv(path: Path, separator: str, names: list[str], values: list[str]) -> None:
+def _table(separator: str, names: list[str], values: list[str]) -> str:
+    return separator.join(names) + "\n" + separator.join(values) + "\n"
+
+
+def _write_text(path: Path, text: str) -> None:
     with written_aside(path) as aside:
-        aside.write_text(separator.join(names) + "\n" + separator.join(values) + "\n")
+        aside.write_text(text)

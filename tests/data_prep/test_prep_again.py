@@ -79,12 +79,29 @@ def test_bad_cases_are_quarantined_and_the_rest_goes_on(tmp_path, workers, capfd
     assert (again.done, again.ok) == (["run_2", "run_4"], True)
 
 
-def test_a_store_without_a_good_case_is_not_complete(tmp_path):
-    data = make(tmp_path / "data", 1)
+@pytest.mark.parametrize("there", [False, True])
+def test_a_preparation_without_a_good_case_leaves_nothing(tmp_path, there):
+    data, store = make(tmp_path / "data", 1), tmp_path / "s"
+    if there:
+        store.mkdir()
     spoil(data / "run_1" / "boundary_1.vtp")
-    assert not prep(data, tmp_path / "s").ok
-    with pytest.raises(DataError, match="is incomplete"):
-        Store.open(tmp_path / "s")
+    assert not prep(data, store).ok
+    assert store.exists() is there
+    assert not there or list(store.iterdir()) == []
+    make(data, 1)
+    assert prep(data, store, dataset="ahmedml").done == []  # another wrong map
+    assert prep(data, store).ok
+
+
+def test_what_an_earlier_version_left_of_a_failure_does_not_stand_in_the_way(tmp_path):
+    from cpflare.data.store_writer import StoreWriter
+
+    store = tmp_path / "s"
+    StoreWriter(store, "drivaerml", {}, 0).begin()
+    (store / ".lock").touch()
+    assert (store / "zarr.json").exists()
+    assert prep(make(tmp_path / "data", 1), store, seed=3).ok
+    assert Store.open(store).seed == 3
 
 
 def test_a_worker_that_is_killed_fails_its_case_alone(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -219,3 +220,124 @@ def test_ply_of_mixed_polygons(tmp_path, form):
         path.write_bytes((head + body)[:cut])
         with pytest.raises(DataError, match=r"a\.ply"):
             load_case(path, DRIVAERML, with_targets=False)
+
+
+def textured(order: str) -> bytes:
+    """A tetrahedron as programs for textures write it: lists and numbers around the corners."""
+    head = (
+        "ply\nformat FORM 1.0\nelement vertex 4\nproperty float x\nproperty float y\n"
+        "property float z\nelement face 4\nproperty int flags\n"
+        "property list uchar float texcoord\nproperty list uchar int vertex_indices\n"
+        "property int texnumber\nelement edge 1\nproperty list uchar uchar seam\nend_header\n"
+    ).replace("FORM", {"": "ascii", "<": "binary_little_endian", ">": "binary_big_endian"}[order])
+    points = [[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    body = b""
+    for point in points:
+        body += np.array(point, order + "f4").tobytes() if order else b"%d %d %d\n" % tuple(point)
+    for face in TETRAHEDRON:
+        if order:
+            body += np.array([7], order + "i4").tobytes()
+            body += b"\x06" + np.arange(6, dtype=order + "f4").tobytes()
+            body += b"\x03" + np.array([*face, 9], order + "i4").tobytes()
+        else:
+            body += b"7 6 0.5 0 0 1 1 0 3 %d %d %d 9\n" % tuple(face)
+    return head.encode() + body + (b"\x02\x00\x01" if order else b"2 0 1\n")
+
+
+TETRAHEDRON = [[0, 2, 1], [0, 1, 3], [1, 2, 3], [0, 3, 2]]
+
+
+@pytest.mark.parametrize("order", ["", "<", ">"])
+def test_ply_of_textured_meshes(tmp_path, order, monkeypatch):
+    path = tmp_path / "a.ply"
+    path.write_bytes(textured(order))
+    monkeypatch.setattr("cpflare.formats.ply._LINES", 3)  # of text, in several blocks
+    surface = read_surface(path)
+    assert surface.connectivity.tolist() == [i for face in TETRAHEDRON for i in face]
+    assert load_case(path, DRIVAERML, with_targets=False).attrs["closed"]
+    for cut in (len(textured(order)) - 12, len(textured(order)) - 30):
+        path.write_bytes(textured(order)[:cut])
+        with pytest.raises(DataError, match=r"a\.ply is cut off or damaged"):
+            read_surface(path)
+
+
+def binary_stl(header: bytes) -> tuple[bytes, int]:
+    ball = pv.Sphere(theta_resolution=12, phi_resolution=12)
+    corners = ball.points[ball.faces.reshape(-1, 4)[:, 1:]].astype("<f4")
+    rows = b"".join(bytes(12) + t.tobytes() + b"\0\0" for t in corners)
+    return header.ljust(80) + len(corners).to_bytes(4, "little") + rows, len(corners)
+
+
+@pytest.mark.parametrize("header", [b"solid made by a CAD program", b"binary", b"SOLID facet "])
+def test_binary_stl_is_known_by_its_content(tmp_path, header):
+    whole, count = binary_stl(header)
+    path = tmp_path / "a.stl"
+    path.write_bytes(whole)
+    assert read_surface(path).num_cells == count
+    for cut in (84 + 50 * 100, len(whole) - 1, 90, 40):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=r"a\.stl .*copy the file again"):
+            read_surface(path)
+
+
+def test_text_stl_is_known_by_its_content(tmp_path):
+    ball, path = pv.Sphere(theta_resolution=12, phi_resolution=12), tmp_path / "a.stl"
+    ball.save(path, binary=False)
+    whole = path.read_bytes()
+    assert read_surface(path).num_cells == ball.n_cells
+    facet = whole.index(b"endfacet", 3000) + len(b"endfacet\n")
+    for cut in (facet, facet - 20, len(whole) - 60):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match="cut off or damaged"):
+            read_surface(path)
+
+
+def in_pieces(mesh: pv.PolyData, path: Path, shares: list[int]) -> Path:
+    """Write a mesh as pieces of as many cells, and the file that names them."""
+    path.with_suffix("").mkdir(parents=True)
+    grid = path.suffix == ".pvtu"
+    names, start = [], 0
+    for number, share in enumerate(shares):
+        piece = mesh.extract_cells(range(start, start + share))
+        start += share
+        name = f"{path.stem}/{path.stem}_{number}{'.vtu' if grid else '.vtp'}"
+        (
+            piece if grid else piece.extract_surface(pass_cellid=False, algorithm="dataset_surface")
+        ).save(path.parent / name)
+        names.append(f'<Piece Source="{name}"/>')
+    kind = "PUnstructuredGrid" if grid else "PPolyData"
+    path.write_text(
+        f'<VTKFile type="{kind}"><{kind} GhostLevel="0">{"".join(names)}</{kind}></VTKFile>'
+    )
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["pvtp", "pvtu"])
+def test_pieces_are_one_surface_in_their_order(tmp_path, suffix):
+    mesh = tube(9, 7)
+    path = in_pieces(mesh.polydata, tmp_path / f"boundary_1.{suffix}", [30, 20, 25])
+    case = load_case(path, DRIVAERML)
+    np.testing.assert_array_equal(case.fields["pressure"], mesh.fields["pMeanTrim"])
+    centres = np.array([mesh.points[f].astype(np.float64).mean(axis=0) for f in mesh.faces])
+    np.testing.assert_allclose(case.fields["position"], centres, atol=1e-7)
+    text = path.read_text()
+    path.write_text(text.replace('GhostLevel="0"', 'GhostLevel="1"'))
+    with pytest.raises(DataError, match="has ghost cells"):
+        load_case(path, DRIVAERML)
+    path.write_text(text)
+    next((tmp_path / "boundary_1").glob("*_1.*")).unlink()
+    with pytest.raises(DataError, match="which does not exist; copy all of its pieces"):
+        load_case(path, DRIVAERML)
+
+
+def test_what_version_control_left_in_a_file_s_place_is_named(tmp_path):
+    path = tmp_path / "a.vtp"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n")
+    with pytest.raises(DataError, match="is a pointer of Git LFS, not the file itself; run `git"):
+        load_case(path, DRIVAERML)
+    mesh = tube(9, 7)
+    mesh.fields = {}
+    mesh.polydata.save(tmp_path / "quadpress_smpl.vtk")
+    path.rename(tmp_path / "press.npy")
+    with pytest.raises(DataError, match=r"press\.npy is a pointer of Git LFS"):
+        load_case(tmp_path / "quadpress_smpl.vtk", load_field_map("shapenet_car"))
