@@ -13,7 +13,7 @@ import pyvista as pv
 from numpy.typing import NDArray
 
 import data_prep.cars.synthetic as synthetic
-from cpflare.errors import DataError
+from cpflare.errors import ConfigError, DataError
 from data_prep.cars.bodies import GROUND, RANGES, Body, draw_shape
 from data_prep.cars.body_mesh import Lattice, SurfaceGrid
 from data_prep.cars.flow import COARSE, CarFlow
@@ -343,3 +343,11 @@ def test_a_failed_case_leaves_no_surface(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="disk full"):
         synthesise(tmp_path, cases=1, cells=1000, seed=0)
     assert list((tmp_path / "run_1").iterdir()) == []
+
+
+def test_a_kind_that_is_not_made_is_named_with_those_that_are(tmp_path):
+    from cpflare import cli
+
+    with pytest.raises(ConfigError, match="--kind boats must be one of cars"):
+        cli.synth(tmp_path / "out", kind="boats", cases=1, cells=400, seed=0, workers=1)
+    assert not (tmp_path / "out").exists()
