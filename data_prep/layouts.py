@@ -23,6 +23,7 @@ from cpflare.data.store import Case
 from cpflare.errors import DataError
 from cpflare.files import leftovers, remove, written_aside
 from cpflare.formats import search
+from cpflare.formats.files import refuse_pointer
 
 Array = NDArray[Any]
 
@@ -128,6 +129,7 @@ def _read_npy(path: Path) -> dict[str, Array]:
             if name == "area":
                 continue
             raise DataError(f"{file} is missing: {path.parent} has no {name}; copy it again")
+        refuse_pointer(file)
         try:
             values = np.load(file, allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:

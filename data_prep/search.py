@@ -63,6 +63,8 @@ def search(sources: Sequence[Path], field_map: FieldMap) -> Search:
             raise DataError(
                 f"source={shown(source)} does not exist; give a folder or surface files"
             )
+        if (source / MARK).is_file():
+            raise DataError(f"source={shown(source)} is a prepared store; give SRC… and then STORE")
         one = source.is_file() or layouts.is_layout(source)
         if one:
             found.how.append("given")

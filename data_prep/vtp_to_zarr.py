@@ -143,6 +143,11 @@ def _splits(
                 f"splits of before are kept; later cases by --split-seed {seed}: "
                 f"{in_words(splits, later)}"
             )
+        elif seed and splits != draw_splits(names, seed):
+            summary.changes.append(
+                f"splits of before are kept; --split-seed {seed} would assign later cases alone "
+                "(--overwrite draws all of them again)"
+            )
     else:
         splits = draw_splits(names, seed)
     summary.splits = splits

@@ -63,11 +63,14 @@ def main(argv: Sequence[str]) -> None:
         workers=options.workers,
         seed=options.seed,
     )
-    for case, reason in (summary.failed if summary is not None else failed).items():
-        print(f"error: case {case} left out: {reason}", file=sys.stderr)
     if summary is None:
+        for case, reason in failed.items():
+            print(f"error: case {case} left out: {reason}", file=sys.stderr)
         print(f"share {options.share} of {store} is done")
         sys.exit(USER_ERROR if failed else 0)
+    print("\n".join(summary.lines()))
+    for line in summary.errors():
+        print(line, file=sys.stderr)
     print(f"{store} is complete" if (store / MARK).exists() else f"{store} is not complete")
     sys.exit(0 if summary.ok else USER_ERROR)
 

@@ -163,7 +163,8 @@ class Store:
 class Case:
     """One surface: arrays in the store's row order, and what is known about its source.
 
-    `attrs` holds: source (path), source_size, source_checksum (SHA-256), source_association,
+    `attrs` holds: source (path), source_size, source_checksum (SHA-256), contributing (size, time
+    and checksum by the role of files; earlier versions lack it), source_association,
     source_names (canonical name -> arrays of the source), reference (speed, rho, area, length,
     centre), shear_sign (−1: stored is minus the traction), winding (of the source's polygons),
     axes, length_scale, units, bounds [[low, high] an axis], closed, num_degenerate, parameters

@@ -18,7 +18,6 @@ PARALLEL = {".pvtp": ".vtp", ".pvtu": ".vtu"}  # and what their pieces are
 _NAMED = re.compile(rb"""<(?:Piece|DataSet)\b[^>]*?\b(?:Source|file|fileName)\s*=\s*["']([^"']+)""")
 _PART = re.compile(rb"""<DataSet\b[^>]*?\bpart\s*=\s*["']0*[1-9]""")
 _BLOCKS = (".vtm", ".vtmb", ".pvtk")
-_MOST = 1 << 22  # bytes that are read of a file of names
 
 Passed = dict[str, list[Path]]  # why files or folders are passed over
 
@@ -97,11 +96,8 @@ def shown(path: Path) -> str:
 
 
 def _named(path: Path) -> list[Path]:
-    with path.open("rb") as file:
-        text = file.read(_MOST)
-    return [path.parent / os.fsdecode(name) for name in _NAMED.findall(text)]
+    return [path.parent / os.fsdecode(name) for name in _NAMED.findall(path.read_bytes())]
 
 
 def _has_parts(path: Path) -> bool:
-    with path.open("rb") as file:
-        return _PART.search(file.read(_MOST)) is not None
+    return _PART.search(path.read_bytes()) is not None

@@ -407,3 +407,15 @@ def test_a_case_in_other_units_and_one_that_comes_twice_are_named(tmp_path, fact
     assert told[0].startswith("run_2 is ")
     assert f"it may be in {unit}; bring all" in told[0]
     assert told[1].startswith("run_1 and run_3 have meshes of the same content")
+
+
+def test_what_was_asked_for_and_is_not_done_is_told(tmp_path):
+    data = make(tmp_path / "data", 4)
+    assert prep(data, tmp_path / "s", split_seed=1).changes == []
+    assert prep(data, tmp_path / "s", split_seed=1).changes == []
+    before = Store.open(tmp_path / "s").splits
+    (change,) = prep(data, tmp_path / "s", split_seed=2).changes
+    assert change.startswith("splits of before are kept; --split-seed 2 would assign later cases")
+    assert Store.open(tmp_path / "s").splits == before
+    with pytest.raises(DataError, match="is a prepared store; give SRC… and then STORE"):
+        prep(tmp_path / "s", tmp_path / "t")
