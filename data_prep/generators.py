@@ -10,5 +10,5 @@ from data_prep.cars.synthetic import synthesise
 GENERATORS: dict[str, Callable[..., list[Path]]] = {
     "cars": synthesise,
 }
-"""By kind: makes `cases` cases of about `cells` rows from `seed` in the folder `out`, with `workers`
+"""By kind: makes `cases` cases of about `cells` rows from `seed` in `out`, with `workers`
 processes, and returns the cases' files."""
