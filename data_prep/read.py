@@ -28,6 +28,7 @@ from data_prep.places import check_places, match_points
 
 Array = NDArray[Any]
 
+_GHOSTS = "vtkGhostType"  # VTK's mark of what stands in several pieces, or is hidden
 _OPEN_VOLUME = 0.01  # share of the bounding box: below it an open surface's winding is a guess
 
 
@@ -57,7 +58,8 @@ def _read(
         for target in field_map.fields if field_map is not None else ():
             assert field_map is not None
             chosen.append(targets.choose(path, field_map, target, present))
-        return [name for wanted in chosen if wanted.file is None for name in wanted.names]
+        names = [name for wanted in chosen if wanted.file is None for name in wanted.names]
+        return [*names, *({_GHOSTS} & {*present[association]} if chosen else ())]
 
     return read_mesh(path, association, pick), chosen
 
@@ -79,6 +81,11 @@ def load_case(
     mesh, used = mesh.without_unused(field_map.association)
     if used is not None:
         notices.append(f"{num_points - len(used)} points that no cell uses are left out")
+    if ghosts := int(np.count_nonzero(mesh.arrays.pop(_GHOSTS, ()))):
+        notices.append(
+            f"{ghosts} {field_map.association}s are marked as ghosts ({_GHOSTS}), and count; write "
+            "the surface without them"
+        )
     geometry = measure(mesh, threads=threads)
     outward, winding = _winding(field_map, mesh, geometry, notices)
     if geometry.num_degenerate:

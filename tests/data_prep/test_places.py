@@ -153,3 +153,15 @@ def test_coincident_points_of_one_direction_go_by_their_order_and_are_told(tmp_p
     again.save(path)
     with pytest.raises(DataError, match=r"3 points stand at .*do not tell them apart"):
         load_case(tmp_path / "PressureVTK" / "fin.vtk", field_map)
+
+
+def test_cells_that_are_marked_as_ghosts_are_told(tmp_path):
+    mesh = tube(9, 7)
+    marks = np.zeros(len(mesh.faces), np.uint8)
+    for count in (0, 3):
+        marks[:count] = 1
+        mesh.fields["vtkGhostType"] = marks
+        case = load_case(mesh.write(tmp_path / "a.vtp"), load_field_map("drivaerml"))
+        told = [n for n in case.attrs["notices"] if "ghosts" in n]
+        assert [n.split(" are")[0] for n in told] == (["3 cells"] if count else [])
+        assert case.num_rows == len(mesh.faces)
