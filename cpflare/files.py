@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -92,6 +93,30 @@ def _inode(path: Path) -> list[tuple[int, int]]:
     except OSError:
         return []
     return [(found.st_dev, found.st_ino)]
+
+
+_MENDS: tuple[tuple[tuple[int, ...], str], ...] = (
+    ((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space there, or name another folder"),
+    ((errno.EROFS, errno.EACCES, errno.EPERM), "name a place that can be read and written"),
+    ((errno.ENOENT,), "give a path that exists"),
+    ((errno.ENOTDIR, errno.EEXIST), "a file stands where a folder is wanted; name another place"),
+    ((errno.EISDIR,), "a folder stands where a file is wanted; name another place"),
+    ((errno.ENAMETOOLONG,), "give a shorter name"),
+    ((errno.ELOOP,), "mend the links, which lead in a circle"),
+    ((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
+    ((errno.EIO, errno.ESTALE), "look after the disk, and try again"),
+)
+
+
+def explain(error: OSError | UnicodeError) -> str:
+    """What the system refused, in one line: the path, the reason, and the mend."""
+    if isinstance(error, UnicodeError):
+        return f"a name or a text is no UTF-8 ({one_line(error, 200)}); rename or save it as such"
+    paths = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    reason = error.strerror or one_line(error)
+    mend = next((text for numbers, text in _MENDS if error.errno in numbers), "")
+    line = ": ".join([*([" -> ".join(paths)] if paths else []), reason])
+    return one_line(f"{line}; {mend}" if mend else line).encode(errors="replace").decode()
 
 
 def is_aside(path: Path) -> bool:

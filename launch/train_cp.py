@@ -20,7 +20,7 @@ from cpflare.parallel.runtime import STOPPED, USER_ERROR, agreed, run_guarded, s
 from cpflare.parallel.stop import own_stop_request
 from cpflare.parallel.topology import build_topology, environment_ranks, resolve_axes, start_ranks
 from cpflare.train.loop import train
-from data_prep.cars.embedded import EMBEDDED, ensure_embedded_store
+from data_prep.cars.embedded import EMBEDDED, ensure_embedded_store, is_embedded
 
 EXAMPLES = """\
 examples:
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> None:
         topology = build_topology(config.parallel, device)
         if name is None:
             with agreed(topology.world_comm):
-                if topology.rank == 0:
+                if topology.rank == 0 and is_embedded(config.data.store):
                     ensure_embedded_store(config.data.store)
         train(config, topology)
 

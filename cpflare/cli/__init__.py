@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from cpflare.errors import ConfigError, CpflareError
+from cpflare.files import explain
 
 app = typer.Typer(
     add_completion=False,
@@ -182,7 +184,7 @@ def train(context: typer.Context) -> None:
     from cpflare.config import load_config
     from cpflare.data.store import Store
     from cpflare.parallel.topology import resolve_axes
-    from data_prep.cars.embedded import EMBEDDED
+    from data_prep.cars.embedded import EMBEDDED, is_embedded
     from launch import train_cp
 
     num_ranks, arguments = _ranks_of(context.args, train_cp.parser())
@@ -190,7 +192,7 @@ def train(context: typer.Context) -> None:
     name, overrides = train_cp.split_arguments(options.config)
     config = load_config(name or EMBEDDED, overrides)
     resolve_axes(config.parallel, num_ranks)
-    if name is not None:
+    if name is not None or not is_embedded(config.data.store):
         Store.open(config.data.store)
     _launch("launch.train_cp", arguments, num_ranks)
 
@@ -255,6 +257,14 @@ def _launch(module: str, arguments: Sequence[str], num_ranks: int) -> None:
         raise typer.Exit(status)
 
 
+def _line_of(error: Exception) -> str:
+    if isinstance(error, OSError | UnicodeError) and not isinstance(error, CpflareError):
+        return explain(error)
+    if isinstance(error, MemoryError):
+        return "out of memory; use fewer --workers, or a machine with more"
+    return str(error)
+
+
 def main() -> None:
     """Entry point: a user's error is one line on standard error and exit status 2."""
     debug = "--debug" in sys.argv[1:]
@@ -263,11 +273,16 @@ def main() -> None:
     if debug and arguments[:1] in (["train"], ["predict"]):
         arguments = sys.argv[1:]
     try:
-        sys.exit(command.main(args=arguments, standalone_mode=False))
-    except CpflareError as error:
+        status = command.main(args=arguments, standalone_mode=False)
+        sys.stdout.flush()  # here, where a reader that has left is no failure
+        sys.exit(status)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)  # as click has it
+    except (CpflareError, OSError, UnicodeError, MemoryError) as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_line_of(error)}", file=sys.stderr)
         sys.exit(2)
     except typer.Abort:
         sys.exit(130)

@@ -16,7 +16,7 @@ from cpflare.evaluate.exchange import MAX_CHUNK_BYTES, write_npz_chunks, write_z
 from cpflare.evaluate.find import find_source, prediction_files
 from cpflare.evaluate.source_units import source_field
 from cpflare.fields import FIELDS
-from cpflare.files import one_line, written_aside
+from cpflare.files import one_line, refuse_overwriting, written_aside
 from cpflare.formats.files import read_whole
 from cpflare.formats.vtk_objects import without_unused_points
 from cpflare.formats.vtp import read_arrays
@@ -346,4 +346,5 @@ def _npz_to_vtp(
         }
     patterns = (known[0] or {}).get("files") or ()
     mesh, fields = find_source(source, case, patterns=patterns), read_predictions(path)
+    refuse_overwriting(target, [mesh, path])
     write_vtp(mesh, target, fields, truth or None, known[0] or {}, known[1] or "")

@@ -28,13 +28,13 @@ from cpflare.evaluate.predict import (
     predict_shard,
     run_model,
 )
-from cpflare.files import checksum_of, size_of, written_aside
+from cpflare.files import checksum_of, refuse_overwriting, size_of, written_aside
 from cpflare.formats.files import SUFFIXES
 from cpflare.formats.search import parts
 from cpflare.log import show_progress
 from cpflare.models import Backbone
 from cpflare.parallel.partition import shard_bounds
-from cpflare.parallel.runtime import Stopped
+from cpflare.parallel.runtime import Stopped, agreed
 from cpflare.parallel.topology import Topology
 from cpflare.precision import weight_dtype
 
@@ -77,6 +77,9 @@ class Predictor:
         Raises:
             Stopped: a signal asked for it; the files of the cases before are whole.
         """
+        patterns = self.field_map.get("files") or ()
+        places = lambda: [_place_of(store.case(name), source, patterns) for name in cases]  # noqa: E731
+        self._keep_sources(cases, places)
         reader = ShardReader(
             store,
             self.normalizer,
@@ -100,6 +103,14 @@ class Predictor:
                 check_finite(name, whole)
                 written.append(self._write(case, whole, truth or None, source))
         return written
+
+    def _keep_sources(self, names: Sequence[str], sources: Callable[[], list[Path | None]]) -> None:
+        """Refuse, before anything is computed, files that would take a source's place."""
+        with agreed(self.topology.world_comm):
+            if self.topology.rank == 0:
+                ends = (".vtp", ".npz")
+                files = [self.out / f"{name}{end}" for name in names for end in ends]
+                refuse_overwriting([*files, self.out / "forces.json"], filter(None, sources()))
 
     def _write(self, case: Case, fields: Fields, truth: Fields | None, source: Path | None) -> Path:
         mesh = _source_mesh(case, source, self.field_map.get("files") or ())
@@ -142,6 +153,7 @@ class Predictor:
                 raise DataError(
                     f"two meshes are called {stem}; rename one, or predict it by itself"
                 )
+        self._keep_sources(stems, lambda: list(meshes))
         written, forces = [], {}
         for path in self._progress(meshes):
             mesh = read_mesh(path)
@@ -211,18 +223,26 @@ class Predictor:
         lifeline.place = ""
 
 
+def _place_of(case: Case, source: Path | None, patterns: Sequence[str]) -> Path | None:
+    """Where a case's mesh should be; None where its store does not say."""
+    recorded = case.attrs.get("source")
+    if source is None or recorded is None:
+        return None if recorded is None else Path(recorded)
+    return find_source(
+        source,
+        case.name,
+        recorded=Path(recorded).name,
+        patterns=patterns,
+        digest=case.attrs.get("source_checksum"),
+    )
+
+
 def _source_mesh(case: Case, source: Path | None, patterns: Sequence[str]) -> Path | str:
     """The case's mesh, or why there is none. A mesh that has changed since is an error."""
-    if source is not None:
-        path = find_source(
-            source,
-            case.name,
-            recorded=Path(case.attrs["source"]).name,
-            patterns=patterns,
-            digest=case.attrs.get("source_checksum"),
-        )
-    else:
-        path = Path(case.attrs["source"])
+    path = _place_of(case, source, patterns)
+    if path is None:
+        return f"the store does not say where the mesh of case {case.name} is"
+    if source is None:
         if path.exists() and path.suffix.lower() not in SUFFIXES:
             return f"the source {path} of case {case.name} has rows, but no mesh"
         if not path.is_file():

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from cpflare.errors import CpflareError, NonFiniteError
-from cpflare.files import one_line
+from cpflare.errors import CpflareError, DataError, NonFiniteError
+from cpflare.files import explain, one_line
 from cpflare.lifeline.hub import FAILED, print_error
 from cpflare.lifeline.lifeline import own_lifeline
 from cpflare.parallel.comm import Communicator
@@ -55,6 +55,14 @@ def run_guarded(main: Callable[[], None], *, debug: bool = False) -> int:
     except CpflareError as error:
         _end_alone(error, USER_ERROR, show=debug)
         status = USER_ERROR
+    except (OSError, UnicodeError) as error:
+        # Of files and their names; a neighbour that is gone comes as a broken connection.
+        if isinstance(error, ConnectionError | TimeoutError):
+            _end_alone(error, FAILED, show=True)
+            status = FAILED
+        else:
+            _end_alone(DataError(explain(error)), USER_ERROR, show=debug)
+            status = USER_ERROR
     except KeyboardInterrupt as error:
         _end_alone(error, _INTERRUPTED, show=debug)
         status = _INTERRUPTED
@@ -94,6 +102,8 @@ def agreed(comm: Communicator) -> Iterator[None]:
         yield
     except CpflareError as error:
         message = str(error)
+    except OSError as error:
+        message = explain(error)
     messages = comm.gather_texts(message)
     for rank, text in enumerate(messages):
         if text:
@@ -108,6 +118,8 @@ def same_on_all() -> Iterator[None]:
         yield
     except CpflareError as error:
         raise AgreedError(str(error)) from error
+    except OSError as error:
+        raise AgreedError(explain(error)) from error
 
 
 def no_memory(error: BaseException) -> bool:

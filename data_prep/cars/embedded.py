@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from cpflare.config import DataConfig
 from cpflare.data.store import MARK
 from cpflare.errors import DataError
 
@@ -12,6 +13,12 @@ logger = logging.getLogger("cpflare")
 
 EMBEDDED = "quickstart"
 CASES, CELLS, SEED = 64, 6000, 0
+
+
+def is_embedded(store: str | Path) -> bool:
+    """Whether this is where the embedded data set belongs: the default of `data.store`, and there
+    alone, so that it never takes the place of what somebody meant by another name."""
+    return Path(store) == Path(DataConfig().store)
 
 
 def ensure_embedded_store(
@@ -31,6 +38,10 @@ def ensure_embedded_store(
     store, cases, cells = Path(store), cases or CASES, cells or CELLS
     if (store / MARK).is_file():
         return
+    if store.is_dir() and any(store.iterdir()) and not (store / "zarr.json").is_file():
+        raise DataError(
+            f"store {store} is a folder of other things; name another data.store, or empty it"
+        )
     source = store.parent / "source"
     logger.info("making the embedded data set: %d cases of about %d cells", cases, cells)
     synthesise(source, cases=cases, cells=cells, seed=SEED)

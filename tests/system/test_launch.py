@@ -256,8 +256,9 @@ def test_help_has_an_example_and_status_0(launcher, capsys):
 def test_without_a_configuration_the_embedded_data_set_is_made_once(tmp_path, monkeypatch):
     monkeypatch.setattr(embedded, "CASES", 3)
     monkeypatch.setattr(embedded, "CELLS", 400)
-    store = tmp_path / "data" / "store"
-    arguments = [f"data.store={store}", *SMALL, "train.steps=2", "train.eval_every=0"]
+    monkeypatch.chdir(tmp_path)
+    store = tmp_path / "data" / "quickstart" / "store"
+    arguments = [*SMALL, "train.steps=2", "train.eval_every=0"]
     train_cp.main([*arguments, f"run.dir={tmp_path / 'first'}"])
     assert len(Store.open(store).split("train")) == 1
     assert len(read_metrics(tmp_path / "first")) == 2

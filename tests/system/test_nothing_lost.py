@@ -1,0 +1,190 @@
+"""Sources stay, a broken place is one line, nothing made up takes the place of what was meant."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cpflare import cli
+from cpflare.errors import CpflareError
+from cpflare.files import checksum, explain
+from cpflare.parallel.runtime import run_guarded
+from data_prep.vtp_to_zarr import prepare
+from launch import predict_cp, train_cp
+from support.stores import SMALL, train_rank, write_bodies
+
+pytest.importorskip("pyvista")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Bodies with one file each in a flat folder, a store of them, a run, and predictions."""
+    folder = tmp_path_factory.mktemp("lost")
+    write_bodies(folder / "bodies")
+    (folder / "flat").mkdir()
+    for path in (folder / "bodies").rglob("*.vtp"):
+        path.rename(folder / "flat" / f"{path.parent.name}_body.vtp")
+    assert prepare([folder / "flat"], folder / "store").ok
+    overrides = [f"data.store={folder / 'store'}", f"run.dir={folder / 'run'}", *SMALL]
+    train_rank(0, 1, [*overrides, "train.steps=2", "data.tokens=all"])
+    return folder
+
+
+def sums(folder):
+    return {path: checksum(path) for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+
+
+def link_to(kind, target, place):
+    if kind == "a hard link":
+        place.mkdir()
+        for path in target.iterdir():
+            os.link(path, place / path.name)
+    elif kind == "links":
+        place.mkdir()
+        for path in target.iterdir():
+            (place / path.name).symlink_to(path)
+    else:
+        place.symlink_to(target)
+    return place
+
+
+@pytest.mark.parametrize("kind", ["itself", "a linked folder", "links", "a hard link"])
+def test_predictions_never_take_their_sources_place(folder, tmp_path, kind):
+    flat = folder / "flat"
+    out = flat if kind == "itself" else link_to(kind, flat, tmp_path / "out")
+    before = sums(flat), sums(out)
+    for what in (["--split", "train"], ["--mesh", str(next(iter(sorted(flat.iterdir()))))]):
+        with pytest.raises(CpflareError, match=r"would overwrite the source.*name another folder"):
+            predict_cp.main([str(folder / "run"), *what, "--out", str(out)])
+    assert (sums(flat), sums(out)) == before
+
+
+def test_an_export_never_takes_a_source_s_place(folder, tmp_path):
+    moved = tmp_path / "vtp"
+    (folder / "flat").rename(tmp_path / "away")
+    try:
+        predict_cp.main([str(folder / "run"), "--cases", "run_1_body", "--out", str(tmp_path)])
+        (tmp_path / "away").rename(moved)
+        before = sums(moved)
+        arguments = ["export", str(tmp_path), "--format", "vtp", "--source", str(moved)]
+        result = CliRunner().invoke(cli.app, arguments)
+        assert "would overwrite the source" in str(result.exception)
+        assert sums(moved) == before
+    finally:
+        (moved if moved.exists() else tmp_path / "away").rename(folder / "flat")
+
+
+@pytest.mark.parametrize(
+    ("number", "mend"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EROFS, "can be read and written"),
+        (errno.EACCES, "can be read and written"),
+        (errno.ENOTDIR, "a file stands where a folder is wanted"),
+        (errno.EISDIR, "a folder stands where a file is wanted"),
+        (errno.ENOENT, "give a path that exists"),
+        (errno.ENAMETOOLONG, "a shorter name"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_in_a_command_and_on_a_rank(
+    number, mend, monkeypatch, capfd
+):
+    def refuse(*arguments, **named):
+        raise OSError(number, os.strerror(number), "some/where\nelse")
+
+    monkeypatch.setattr("cpflare.report.html.write_report", refuse)
+    monkeypatch.setattr(sys, "argv", ["cpflare", "report", "run"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    statuses = [ended.value.code, run_guarded(refuse)]
+    assert statuses == [2, 2]
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith("error: some/where else: ")
+        assert mend in line
+
+
+def test_names_that_are_no_text_are_told():
+    with pytest.raises(UnicodeEncodeError) as caught:
+        "\udcff".encode()
+    assert "no UTF-8" in explain(caught.value)
+
+
+PLACES = {
+    "below a file": lambda folder: folder / "a_file" / "out",
+    "a name that is too long": lambda folder: folder / ("x" * 300),
+    "a dangling link": lambda folder: folder / "dangling" / "out",
+    "below a device": lambda folder: Path("/dev/null/out"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_broken_place_is_one_line_of_every_command(folder, tmp_path, monkeypatch, capfd, place):
+    (tmp_path / "a_file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone" / "away")
+    bad = str(PLACES[place](tmp_path))
+    flat, store = str(folder / "flat"), str(folder / "store")
+    for arguments in (
+        ["synth", bad, "--cases", "1", "--cells", "400"],
+        ["prep", flat, bad],
+        ["prep", bad, str(tmp_path / "store")],
+        ["inspect", bad],
+        ["inspect", f"{bad}.vtp"],
+        ["evaluate", bad, "--store", store],
+        ["evaluate", flat, "--store", bad],
+        ["export", bad, "--format", "zarr"],
+        ["convert", store, bad, "--layout", "curator-v3"],
+        ["convert", bad, str(tmp_path / "out"), "--layout", "flare"],
+        ["report", bad],
+        ["plan", "--cells", "1e5", "--config", bad],
+        ["scaling", "--study", bad, "--out", str(tmp_path / "study")],
+    ):
+        monkeypatch.setattr(sys, "argv", ["cpflare", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        text = capfd.readouterr().err
+        errors = [line for line in text.replace("\r", "\n").splitlines() if "error" in line.lower()]
+        if (
+            place == "a dangling link"
+            and arguments[:2] != ["prep", bad]
+            and ended.value.code
+            in (
+                0,
+                None,
+            )
+        ):
+            continue  # a folder is made behind the link, as mkdir -p would
+        assert ended.value.code == 2, (arguments, text)
+        assert len(errors) == 1, (arguments, text)
+        assert "Traceback" not in text
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_reader_that_leaves_is_no_failure(folder):
+    command = [sys.executable, "-m", "cpflare.cli", "inspect", str(folder / "store")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    error = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() in (0, 1)
+    assert error == b""
+
+
+def test_toy_cars_never_take_the_place_of_a_store_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["data.store=my_own.zarr", f"run.dir={tmp_path / 'run'}", *SMALL, "train.steps=2"]
+    with pytest.raises(CpflareError, match=r"my_own\.zarr.*cpflare prep"):
+        train_cp.main(arguments)
+    assert not (tmp_path / "my_own.zarr").exists()
+    assert not (tmp_path / "source").exists()
+    (tmp_path / "data" / "quickstart" / "store").mkdir(parents=True)
+    (tmp_path / "data" / "quickstart" / "store" / "notes.txt").write_text("mine")
+    with pytest.raises(CpflareError, match="a folder of other things"):
+        train_cp.main(arguments[1:])
