@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -237,5 +238,6 @@ class Hub(threading.Thread):
 def print_error(message: str) -> None:
     """One line on standard error, below a progress bar where there is one."""
     line = f"error: {' '.join(message.split())}\n"
-    sys.stderr.write(f"\n{line}" if sys.stderr.isatty() else line)
-    sys.stderr.flush()
+    with suppress(OSError):  # who read it may be gone, and the end must not wait for that
+        sys.stderr.write(f"\n{line}" if sys.stderr.isatty() else line)
+        sys.stderr.flush()
