@@ -189,13 +189,10 @@ class Hub(threading.Thread):
         """A collective has failed and no rank has a reason of its own: who did not take part?"""
         waiting = [member for member in self.members.values() if member.late is not None]
         absent = [m for m in self.members.values() if m.late is None and not m.left]
-        missing = sorted(set(range(self.world_size)) - self.members.keys())
         first = waiting[0]
         if absent:
             text = f"[rank {absent[0].rank}] {absent[0].place}: took no part in what the others "
             text += f"wait for ({first.late})"
-        elif missing:
-            text = f"[rank {missing[0]}] never joined ({first.late})"
         else:
             text = str(first.late)
         self._end(text, FAILED)

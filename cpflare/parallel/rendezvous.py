@@ -50,6 +50,36 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     return store
 
 
+def await_all(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    """Wait until every rank has come; called once a rank and store.
+
+    Raises:
+        TopologyError: some have not within `timeout_s`.
+    """
+    begun = time.monotonic()
+    store.set(f"joined/{rank}", "")
+    count, told = store.add("joined", 1), False
+    while count < world_size:
+        waited = time.monotonic() - begun
+        if waited > timeout_s or (waited > _NOTICE_S and not told):
+            absent = [r for r in range(world_size) if not store.check([f"joined/{r}"])]
+            named = one_line(", ".join(map(str, absent)), 60)
+            if waited > timeout_s:
+                raise TopologyError(
+                    f"rank {named} never joined: {count} of WORLD_SIZE={world_size} ranks came "
+                    f"within {waited:.0f} s; start all, with the same MASTER_ADDR and MASTER_PORT"
+                )
+            told = True
+            if rank == 0:
+                _say(f"notice: [rank 0] waits for {len(absent)} more ranks: {named}")
+        time.sleep(min(0.02 + waited / 20, 0.5))
+        count = store.add("joined", 0)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _address() -> tuple[str, int]:
     host, port = (os.environ.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not host or not port:
@@ -124,8 +154,8 @@ def _await_port(host: str, port: int, rank: int, timeout_s: float) -> None:
             raise TopologyError(_unreached(host, port, f"{why}, after {waited:.0f} s"))
         if waited > _NOTICE_S and not told:
             told = True
-            text = f"notice: [rank {rank}] waits for rank 0 at MASTER_ADDR={host}, "
-            print(f"{text}MASTER_PORT={port} ({why})", file=sys.stderr)
+            place = f"MASTER_ADDR={host}, MASTER_PORT={port}"
+            _say(f"notice: [rank {rank}] waits for rank 0 at {place} ({why})")
         time.sleep(min(0.5, limit))
 
 

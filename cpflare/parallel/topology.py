@@ -14,7 +14,7 @@ from cpflare.config import ParallelConfig
 from cpflare.errors import TopologyError
 from cpflare.lifeline.lifeline import Lifeline, own_lifeline
 from cpflare.parallel.comm import Communicator
-from cpflare.parallel.rendezvous import open_store
+from cpflare.parallel.rendezvous import await_all, open_store
 from cpflare.parallel.stop import StopRequest, own_stop_request
 
 
@@ -136,6 +136,7 @@ def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
             timeout_s=timeout_s,
             one_host=os.environ.get("LOCAL_WORLD_SIZE") == str(world_size),
         )
+        await_all(store, rank, world_size, 0.8 * timeout_s)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
