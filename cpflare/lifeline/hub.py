@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,13 +189,10 @@ class Hub(threading.Thread):
         """A collective has failed and no rank has a reason of its own: who did not take part?"""
         waiting = [member for member in self.members.values() if member.late is not None]
         absent = [m for m in self.members.values() if m.late is None and not m.left]
-        missing = sorted(set(range(self.world_size)) - self.members.keys())
         first = waiting[0]
         if absent:
             text = f"[rank {absent[0].rank}] {absent[0].place}: took no part in what the others "
             text += f"wait for ({first.late})"
-        elif missing:
-            text = f"[rank {missing[0]}] never joined ({first.late})"
         else:
             text = str(first.late)
         self._end(text, FAILED)
@@ -237,5 +235,6 @@ class Hub(threading.Thread):
 def print_error(message: str) -> None:
     """One line on standard error, below a progress bar where there is one."""
     line = f"error: {' '.join(message.split())}\n"
-    sys.stderr.write(f"\n{line}" if sys.stderr.isatty() else line)
-    sys.stderr.flush()
+    with suppress(OSError):  # who read it may be gone, and the end must not wait for that
+        sys.stderr.write(f"\n{line}" if sys.stderr.isatty() else line)
+        sys.stderr.flush()

@@ -31,6 +31,8 @@ _CONNECT_S = 5.0
 _CLOSE_S = 20.0
 """How long a failing process may still write a checkpoint that is under way; torchrun kills after
 30 s."""
+_LAST_WORD_S = 1.5
+"""The same where its launcher is gone: there nothing may last."""
 
 
 class KeyValues(Protocol):
@@ -139,6 +141,18 @@ class Lifeline:
         print_error(message)
         self._end(status)
 
+    def abandon(self, why: str) -> NoReturn:
+        """End this process within seconds, whatever its main thread waits for; the others learn
+        why."""
+        rank = os.environ.get("RANK", "0")
+        message = f"[rank {rank}] {self.place or 'starting'}: {why}"
+        if self._wire is None:
+            print_error(message)
+        else:
+            self._wire.send(place=self.place, fault=message, status=FAILED)
+            time.sleep(_LAST_WORD_S)
+        self._end(FAILED, within_s=_LAST_WORD_S)
+
     def write_status(self, status: int) -> None:
         """Leave the exit status in `status_file`, where one is wanted. Rank 0 alone does it."""
         if self.status_file is not None and self.rank == 0:
@@ -194,17 +208,19 @@ class Lifeline:
             time.sleep(0.5)  # its exit would make the launcher end the one that speaks
         self._end(FAILED)
 
-    def _end(self, status: int) -> NoReturn:
+    def _end(self, status: int, within_s: float = _CLOSE_S) -> NoReturn:
         """End this process at once: its main thread may wait in a collective that never returns."""
-        deadline = time.monotonic() + _CLOSE_S
-        for action in self.before_exit:
-            closing = threading.Thread(target=action, daemon=True)
-            closing.start()
-            closing.join(max(deadline - time.monotonic(), 0))
-        self.write_status(status)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        deadline = time.monotonic() + within_s
+        try:
+            for action in self.before_exit:
+                closing = threading.Thread(target=action, daemon=True)
+                closing.start()
+                closing.join(max(deadline - time.monotonic(), 0))
+            self.write_status(status)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # nothing keeps it, be it a full disk or a pipe that nobody reads
+            os._exit(status)
 
 
 _own = Lifeline()

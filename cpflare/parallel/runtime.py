@@ -11,9 +11,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from cpflare.errors import CpflareError, DataError, NonFiniteError
+from cpflare.errors import CpflareError, DataError, NonFiniteError, TopologyError
 from cpflare.files import explain, one_line
 from cpflare.lifeline.hub import FAILED, print_error
+from cpflare.lifeline.launcher import watch_launcher
 from cpflare.lifeline.lifeline import own_lifeline
 from cpflare.parallel.comm import Communicator
 from cpflare.parallel.topology import environment_ranks
@@ -46,6 +47,7 @@ def run_guarded(main: Callable[[], None], *, debug: bool = False) -> int:
     a single rank meets, with the rank and what it was doing, and all ranks end.
     """
     lifeline = own_lifeline()
+    watch_launcher(lifeline.abandon)
     try:
         status = _status_of(main)
         lifeline.leave()
@@ -138,7 +140,10 @@ def _may_be_anothers(error: BaseException) -> bool:
 
 def _end_alike(message: str, debug: bool) -> None:
     """End with an error that all ranks have, of which rank 0 speaks."""
-    rank, world_size, _ = environment_ranks()
+    try:
+        rank, world_size, _ = environment_ranks()
+    except TopologyError:  # which one it is nobody knows, and so it speaks
+        rank, world_size = 0, 1
     if debug and rank == 0:
         traceback.print_exc()
     if own_lifeline().connected:

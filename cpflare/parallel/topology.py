@@ -9,12 +9,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
 from cpflare.config import ParallelConfig
 from cpflare.errors import TopologyError
 from cpflare.lifeline.lifeline import Lifeline, own_lifeline
 from cpflare.parallel.comm import Communicator
+from cpflare.parallel.rendezvous import await_all, open_store
 from cpflare.parallel.stop import StopRequest, own_stop_request
 
 
@@ -45,16 +45,29 @@ def environment_ranks() -> tuple[int, int, int]:
     """(rank, world size, local rank) as torchrun sets them; (0, 1, 0) without torchrun.
 
     SLURM's own variables are left alone: under SLURM one torchrun a node starts the ranks.
+
+    Raises:
+        TopologyError: they are no numbers, do not fit, or one of the first two is missing.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    values = [os.environ.get(name) for name in names]
-    if values[0] is None or values[1] is None:
+    given = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if "RANK" not in given and given.get("WORLD_SIZE", "1") == "1":
         return 0, 1, 0
+    settings = ", ".join(f"{name}={value}" for name, value in given.items())
+    for name in names[:2]:
+        if name not in given:
+            mend = f"start with torchrun, set {name} too, or unset {', '.join(given)}"
+            raise TopologyError(f"{settings} without {name}; {mend}")
     try:
-        rank, world_size, local_rank = (int(value or 0) for value in values)
+        rank, world_size = int(given["RANK"]), int(given["WORLD_SIZE"])
+        local_rank = int(given.get("LOCAL_RANK", rank))
     except ValueError:
-        settings = ", ".join(f"{n}={v}" for n, v in zip(names, values, strict=True))
-        raise TopologyError(f"{settings} are not whole numbers; start with torchrun") from None
+        message = f"{settings} are not whole numbers; start with torchrun"
+        raise TopologyError(message) from None
+    if not 0 <= rank < world_size or local_rank < 0:
+        raise TopologyError(
+            f"{settings} do not fit: ranks count from 0 to WORLD_SIZE - 1; start with torchrun"
+        )
     return rank, world_size, local_rank
 
 
@@ -95,7 +108,8 @@ def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
     first, so that a rank that fails from here on ends all of them within `timeout_s`.
 
     Raises:
-        TopologyError: srun started several processes without a launcher that connects them.
+        TopologyError: srun started several processes without a launcher that connects them; the
+            ranks do not meet at MASTER_ADDR and MASTER_PORT.
     """
     rank, world_size, local_rank = environment_ranks()
     alone = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
@@ -110,8 +124,7 @@ def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
         torch.cuda.set_device(device)
     if world_size > 1 and not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
-        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
+        store = open_store(rank, world_size, timeout_s)
         # Ranks that torchrun starts again meet at the store of those before, and must not read what
         # they left there.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -123,6 +136,7 @@ def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
             timeout_s=timeout_s,
             one_host=os.environ.get("LOCAL_WORLD_SIZE") == str(world_size),
         )
+        await_all(store, rank, world_size, 0.8 * timeout_s)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,

@@ -126,6 +126,32 @@ def test_variables_that_are_no_numbers_are_named(environment, values):
     )
 
 
+@pytest.mark.parametrize(
+    ("values", "mend"),
+    [
+        ({"RANK": "0"}, "set WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "set RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "from 0 to WORLD_SIZE - 1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "from 0 to WORLD_SIZE - 1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "from 0 to WORLD_SIZE - 1"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "do not fit"),
+    ],
+)
+def test_variables_that_do_not_fit_are_named_with_the_mend(environment, values, mend):
+    for name, value in values.items():
+        environment.setenv(name, value)
+    with pytest.raises(TopologyError) as caught:
+        environment_ranks()
+    assert all(f"{name}={value}" in str(caught.value) for name, value in values.items())
+    assert mend in str(caught.value)
+
+
+def test_a_local_rank_that_is_missing_is_the_rank(environment):
+    environment.setenv("RANK", "1")
+    environment.setenv("WORLD_SIZE", "2")
+    assert environment_ranks() == (1, 2, 1)
+
+
 def place(rank, world_size, cp, dp):
     """This rank's place, and who is in its groups by the values that meet there."""
     assert environment_ranks() == (rank, world_size, rank)
