@@ -170,7 +170,7 @@ def test_a_part_repeats_the_short_side_and_takes_its_results_apart(batch):
     assert not joined[:, :, :2].any()
     repeated = part.repeat(short)
     assert repeated.shape == (2 * batch, H, M, D)
-    assert all(torch.equal(piece, short) for piece in part.slices(repeated))
+    assert all(torch.equal(piece, short) for piece in part.stacked(repeated))
 
 
 def long_tensor(batch, heads, tokens, depth, device):
