@@ -107,10 +107,11 @@ def plan_slices(
     if long.device.type == "cuda":
         tiles = batch * heads * -(-short.shape[2] // CUDA_TILE)
         wanted = 1 if splits else -(-2 * _multiprocessors(long.device) // tiles)
-        most = max(min(wanted, tokens // MIN_CUDA_SLICE, MAX_GRID // batch), 1)
+        most = max(min(tokens // MIN_CUDA_SLICE, MAX_GRID // batch), 1)
+        count = min(wanted, most)
         # A rest costs as many launches as all other slices together.
-        even = (n for n in range(most, most // 2, -1) if tokens % n == 0)
-        count = next(even, most)
+        near = [*range(count, min(2 * count, most + 1)), *range(count, count // 2, -1)]
+        count = next((n for n in near if tokens % n == 0), count) if count > 1 else 1
         length = tokens // count
     else:
         length = min(CPU_SLICE, CPU_BLOCK if blocks else CPU_SLICE, tokens)

@@ -228,6 +228,9 @@ def test_a_gpu_gets_enough_pieces_for_its_multiprocessors_but_no_crumbs(monkeypa
         assert 2 * 132 <= blocks < 4 * 132
         assert count > 1
     assert pieces(500_000, 64, batch=64)[0] == 1  # the batch alone keeps it busy
+    assert len(plan_slices(*(long_tensor(1, 8, n, 16, "cuda") for n in (25_000, 64))).parts) == 1
+    long, short = (long_tensor(1, 8, n, 16, "cuda") for n in (500_000, 64))
+    assert plan_slices(long, short, splits=True).is_whole
 
 
 @pytest.mark.gpu

@@ -118,5 +118,7 @@ def _serve(connection: Connection) -> None:
                     device.dist.destroy_process_group()
             packed = pickle.dumps((True, answer))
         except Exception:
-            packed = pickle.dumps((False, traceback.format_exc()))
+            lines = traceback.format_exc().splitlines()
+            # Where an operator has no kernel, torch names each that it has.
+            packed = pickle.dumps((False, "\n".join(t for t in lines if "registered at" not in t)))
         connection.send_bytes(packed)

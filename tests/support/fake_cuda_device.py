@@ -14,7 +14,6 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +25,7 @@ for _library in ("libc10.so", "libtorch_cpu.so"):
 ctypes.CDLL(os.environ["FAKE_CUDA_LIBRARY"], ctypes.RTLD_GLOBAL)  # before torch reads its hooks
 
 import numpy as np  # noqa: E402
+import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.utils.clip_grad as clip_grad  # noqa: E402
@@ -34,8 +34,8 @@ import torch.utils._foreach_utils as foreach_utils  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 _MEMORY_ONLY = {
     f"aten::{name}"
@@ -66,7 +66,7 @@ class FakeGPU(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._fake = ExitStack()
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.reset()
 
     def reset(self) -> None:
@@ -76,7 +76,8 @@ class FakeGPU(TorchDispatchMode):
         self.syncs: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
-        self.dtypes: dict[str, set[torch.dtype]] = {}
+        self.timing_events = 0
+        self.dtypes: dict[str, set[torch.dtype]] = {}  # of the first output, by operator
 
     def counts(self) -> dict[str, int]:
         """The totals."""
@@ -84,7 +85,7 @@ class FakeGPU(TorchDispatchMode):
         return {name: sum(getattr(self, name).values()) for name in names}
 
     def __enter__(self) -> FakeGPU:
-        self._fake.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        self.mode.__enter__()
         FakeGPU.current = self
         super().__enter__()
         return self
@@ -92,7 +93,7 @@ class FakeGPU(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         FakeGPU.current = None
-        self._fake.close()
+        self.mode.__exit__(*error)
 
     def waits(self, why: str) -> None:
         """The host waits for the device."""
@@ -108,6 +109,7 @@ class FakeGPU(TorchDispatchMode):
         kwargs, name = kwargs or {}, func._schema.name
         if name.startswith("prim::"):
             return func(*args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, self._faked, (args, kwargs))
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_gpu = any(t.is_cuda for t in inputs)
         if name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"):
@@ -128,8 +130,15 @@ class FakeGPU(TorchDispatchMode):
             self._copy(name, args, kwargs, outputs)
         if on_gpu or any(t.is_cuda for t in outputs):
             self._launch(func, name, inputs + outputs)
-            self.dtypes.setdefault(name, set()).update(t.dtype for t in outputs)
+            self.dtypes.setdefault(name, set()).update(t.dtype for t in outputs[:1])
         return out
+
+    def _faked(self, t: Tensor) -> Tensor:
+        """The same without values, which what is made from lists still has."""
+        if not isinstance(t, FakeTensor):
+            return self.mode.from_tensor(t)
+        t.constant = None
+        return t
 
     def _launch(self, func: Any, name: str, tensors: list[Tensor]) -> None:
         if name.startswith("c10d::") or func.is_view or name in _MEMORY_ONLY:
@@ -224,7 +233,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, **rest: Any) -> None:
         if FakeGPU.current is not None and enable_timing:
-            FakeGPU.current.launches["timing event"] += 0
+            FakeGPU.current.timing_events += 1
 
     def record(self, stream: Any = None) -> None: ...
 
@@ -262,14 +271,16 @@ def _answering(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def _host_values(self: Tensor, *args: Any) -> Any:
+def _numpy(self: Tensor, *args: Any) -> Any:
+    """Ones: cells that were counted, areas, predictions."""
     if self.is_cuda:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
-    return np.zeros(tuple(self.shape), str(self.dtype).removeprefix("torch."))
+    return np.ones(tuple(self.shape), str(self.dtype).removeprefix("torch."))
 
 
 def _tolist(self: Tensor) -> Any:
-    return self.to("cpu").numpy().tolist()
+    """Zeros: no votes for a stop, no rank that is the culprit."""
+    return np.zeros_like(self.to("cpu").numpy()).tolist()
 
 
 _from_numpy = torch.from_numpy
@@ -277,7 +288,8 @@ _from_numpy = torch.from_numpy
 
 def _fake_from_numpy(array: np.ndarray) -> Tensor:
     t = _from_numpy(array)
-    return t if FakeGPU.current is None else torch.empty(t.shape, dtype=t.dtype)
+    faked = torch._C._len_torch_dispatch_stack()  # of this thread: a loader's has none
+    return torch.empty(t.shape, dtype=t.dtype) if faked else t
 
 
 def _apply(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -292,6 +304,19 @@ def _apply(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool 
     return self
 
 
+def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Read a file's real tensors, and fake them where they go."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        place = {name: kwargs.pop(name) for name in ("device", "map_location") if name in kwargs}
+        with _disable_current_modes():
+            found = load(*args, **kwargs)
+        device = next(iter(place.values()), "cpu")
+        return tree_map_only(Tensor, lambda t: t.to(device, copy=True), found)
+
+    return wrapped
+
+
 def _install() -> None:
     for name, value in _ANSWERS.items():
         setattr(torch.cuda, name, _answering(value))
@@ -300,7 +325,8 @@ def _install() -> None:
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch._C._set_only_lift_cpu_tensors(True)  # values that go to the device pass the modes
     torch.from_numpy = _fake_from_numpy
-    FakeTensor.numpy = FakeTensor.__array__ = _host_values  # type: ignore[method-assign,assignment]
+    torch.load, safetensors.torch.load_file = map(_loading, (torch.load, safetensors.torch.load_file))
+    FakeTensor.numpy = FakeTensor.__array__ = _numpy  # type: ignore[method-assign,assignment]
     FakeTensor.tolist = _tolist  # type: ignore[method-assign,assignment]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
     # What torch does with many tensors at once where their type is its own.
