@@ -94,9 +94,7 @@ class Plan:
         return len(self.parts) == 1 and self.parts[0].count == 1
 
 
-def plan_slices(
-    long: Tensor, short: Tensor, *, blocks: bool = False, splits: bool = False
-) -> Plan:
+def plan_slices(long: Tensor, short: Tensor, *, blocks: bool = False, splits: bool = False) -> Plan:
     """How to cut the tokens of `long` [B, H, N, D], which meets `short` [B, H, M, D].
 
     The number of slices follows from the device: its multiprocessors on a GPU, the caches on a CPU,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 assert "torch" not in sys.modules, "torch has read its hooks already"
-_torch = Path(str(find_spec("torch").origin)).parent  # type: ignore[union-attr]
+_torch = Path(str(find_spec("torch").origin)).parent
 for _library in ("libc10.so", "libtorch_cpu.so"):
     ctypes.CDLL(str(_torch / "lib" / _library), ctypes.RTLD_GLOBAL)
 ctypes.CDLL(os.environ["FAKE_CUDA_LIBRARY"], ctypes.RTLD_GLOBAL)  # before torch reads its hooks
@@ -185,7 +185,7 @@ def _value(t: Tensor) -> float | bool:
     names, frame = [], sys._getframe(2)
     while frame is not None and len(names) < 6:
         names.append(frame.f_code.co_filename)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     found_inf = any(name.endswith("grad_scaler.py") for name in names)
     value = 0.0 if found_inf else 1.0
     return value if t.dtype.is_floating_point else int(value)
@@ -198,7 +198,7 @@ def _site() -> str:
         if frame.f_code.co_filename.startswith(_OURS):
             path = Path(frame.f_code.co_filename).relative_to(Path(__file__).parents[2])
             return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "elsewhere"
 
 
@@ -320,19 +320,21 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
 def _install() -> None:
     for name, value in _ANSWERS.items():
         setattr(torch.cuda, name, _answering(value))
-    torch.cuda.Event = Event  # type: ignore[assignment,misc]
+    torch.cuda.Event = Event
     torch.cuda.synchronize = _synchronize
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch._C._set_only_lift_cpu_tensors(True)  # values that go to the device pass the modes
     torch.from_numpy = _fake_from_numpy
-    torch.load, safetensors.torch.load_file = map(_loading, (torch.load, safetensors.torch.load_file))
-    FakeTensor.numpy = FakeTensor.__array__ = _numpy  # type: ignore[method-assign,assignment]
-    FakeTensor.tolist = _tolist  # type: ignore[method-assign,assignment]
-    torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
+    torch.load, safetensors.torch.load_file = map(
+        _loading, (torch.load, safetensors.torch.load_file)
+    )
+    FakeTensor.numpy = FakeTensor.__array__ = _numpy
+    FakeTensor.tolist = _tolist
+    torch.nn.Module._apply = _apply
     # What torch does with many tensors at once where their type is its own.
     optimizer._foreach_supported_types.append(FakeTensor)
-    clip_grad._has_foreach_support = foreach_utils._has_foreach_support = (  # type: ignore[attr-defined]
-        lambda tensors, device: device.type in ("cuda", "cpu")
+    clip_grad._has_foreach_support = foreach_utils._has_foreach_support = lambda tensors, device: (
+        device.type in ("cuda", "cpu")
     )
 
 
