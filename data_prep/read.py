@@ -91,9 +91,8 @@ def load_case(
     if geometry.num_degenerate:
         notices.append(f"{geometry.num_degenerate} degenerate polygons have the weight 0")
 
-    values = {
-        w.target: _target(path, field_map, w, mesh, (num_points, used), notices) for w in chosen
-    }
+    counts = num_points, used
+    values = {w.target: _target(path, field_map, w, mesh, counts, notices) for w in chosen}
     association = field_map.stored_association
     if association != field_map.association:
         values = {name: average_to_cells(mesh, v) for name, v in values.items()}

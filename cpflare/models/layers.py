@@ -12,21 +12,35 @@ INIT_STD = 0.02
 def make_norm(kind: str, width: int, *, affine: bool = True) -> nn.Module:
     """LayerNorm (eps 1e-5) or RMSNorm (eps 1e-6) over the last dimension."""
     if kind == "layernorm":
-        return nn.LayerNorm(width, eps=1e-5, elementwise_affine=affine)
+        return LayerNorm(width, eps=1e-5, elementwise_affine=affine)
     assert kind == "rmsnorm"
     return RMSNorm(width, eps=1e-6, elementwise_affine=affine)
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm in its input's dtype; computed in fp32 inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = _in_dtype_of(x, self.weight), _in_dtype_of(x, self.bias)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
     """RMSNorm in its input's dtype; computed in fp32 inside.
 
-    Under autocast half-precision inputs meet fp32 weights, which would take torch off its fused
-    kernel and leave an fp32 output.
+    Half-precision inputs with fp32 weights would take torch off its fused kernel and leave an fp32
+    output, and so would the autocast of a GPU, which runs norms in fp32.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = None if self.weight is None else self.weight.to(x.dtype)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        weight = _in_dtype_of(x, self.weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+def _in_dtype_of(x: Tensor, weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.to(x.dtype)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cpflare.ops.merge import RunningMerge, merge_partials
-from cpflare.ops.slices import plan_slices
+from cpflare.ops.slices import Plan, plan_slices
 
 Backend = Literal["cpu_flash", "cuda_flash", "cuda_efficient", "plain"]
 
@@ -64,7 +64,10 @@ def attend(
         return empty_output(q, v).zero_(), lse
     backend = backend or select_backend(q, k, v)
     keys_are_long = k.shape[-2] > q.shape[-2]
-    plan = plan_slices(k if keys_are_long else q, short=q if keys_are_long else k)
+    plan = plan_slices(
+        *((k, q) if keys_are_long else (q, k)),
+        splits=not keys_are_long or backend == "cuda_flash",  # parallel over rows; flash over both
+    )
     if backend == "plain" or plan.is_whole:
         if backend == "plain":
             o, lse = _plain(q, k, v, scale)
@@ -75,8 +78,7 @@ def attend(
         merged = RunningMerge()
         for part in plan.parts:
             o, lse = _kernel(part.repeat(q), part.cut(k), part.cut(v), scale, backend)
-            for o_slice, lse_slice in zip(part.slices(o), part.slices(lse), strict=True):
-                merged.add(o_slice.to(stats), lse_slice)
+            merged.add_stacked(part.stacked(o).to(stats), part.stacked(lse))
         o, lse = merged.result()
         return _laid_out(o.to(q.dtype), _output_strides(o)), lse.contiguous()
     out, sums = empty_output(q, v), q.new_empty(q.shape[:-1], dtype=stats)
@@ -123,7 +125,9 @@ def attend_backward(
     dz, z = (dz, z) if backend == "plain" else (dz.to(q.dtype), z.to(q.dtype))
     keys_are_long = k.shape[-2] > q.shape[-2]
     plan = plan_slices(
-        k if keys_are_long else q, short=q if keys_are_long else k, blocks=keys_are_long
+        *((k, q) if keys_are_long else (q, k)),
+        blocks=keys_are_long,
+        splits=keys_are_long,  # the kernels are parallel over keys
     )
     if backend == "plain" or plan.is_whole:
         if backend == "plain":
@@ -131,8 +135,25 @@ def attend_backward(
         else:
             grads = _kernel_backward(dz, q, k, v, z, lse, scale, backend)
         return tuple(map(_laid_out_like, grads, (q, k, v)))  # type: ignore[return-value]
+    return _sliced_backward(plan, keys_are_long, dz, q, k, v, z, lse, scale, backend)
+
+
+def _sliced_backward(
+    plan: Plan,
+    keys_are_long: bool,
+    dz: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    lse: Tensor,
+    scale: float,
+    backend: Backend,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` slice by slice of the longer token axis."""
     stats = statistics_dtype(q.dtype)
-    joined = [torch.empty_like(t) for t in ((k, v) if keys_are_long else (q,))]
+    longs = (k, v) if keys_are_long else (q,)
+    joined = [] if len(plan.parts) == 1 else [torch.empty_like(t) for t in longs]
     sums: list[Tensor] = []
     for part in plan.parts:
         of_keys, of_rows = (part.cut, part.repeat) if keys_are_long else (part.repeat, part.cut)
@@ -141,8 +162,14 @@ def attend_backward(
             dz_part, q_part, of_keys(k), of_keys(v), z_part, lse_part, scale, backend
         )
         long_grads, short_grads = ((dk, dv), (dq,)) if keys_are_long else ((dq,), (dk, dv))
-        for out, grad in zip(joined, long_grads, strict=True):
-            part.put(out, grad)
+        if len(plan.parts) == 1:
+            joined = [
+                _laid_out_like(part.joined(grad), t)
+                for grad, t in zip(long_grads, longs, strict=True)
+            ]
+        else:
+            for out, grad in zip(joined, long_grads, strict=True):
+                part.put(out, grad)
         of_part = [part.sum(grad, stats) for grad in short_grads]
         sums = [a.add_(b) for a, b in zip(sums, of_part, strict=True)] if sums else of_part
     summed = [
@@ -196,7 +223,7 @@ def _kernel_backward(
     depth, rows = q.shape[-1], q.shape[-2]
     q, k, v, dz, z = (_pad_depth(t) for t in (q, k, v, dz, z))
     lse = lse.to(torch.float32).contiguous()
-    seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+    seed = offset = q.new_empty((), dtype=torch.int64)  # read for dropout alone
     if backend == "cuda_flash":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             dz, q, k, v, z, lse, None, None, rows, k.shape[-2], 0.0, False, seed, offset,

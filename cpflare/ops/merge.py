@@ -43,20 +43,24 @@ class RunningMerge:
 
     def __init__(self, group: int = 32) -> None:
         self.group = group
-        self.parts: list[tuple[Tensor, Tensor]] = []
+        self.parts: list[tuple[Tensor, Tensor]] = []  # [P, B, H, M, D] and [P, B, H, M] each
 
     def add(self, o: Tensor, lse: Tensor) -> None:
         """Take one more partial result, o [B, H, M, D] and lse [B, H, M], both of one dtype."""
+        self.add_stacked(o[None], lse[None])
+
+    def add_stacked(self, o: Tensor, lse: Tensor) -> None:
+        """Take P more partial results, o [P, B, H, M, D] and lse [P, B, H, M]."""
         self.parts.append((o, lse))
-        if len(self.parts) == self.group:
-            self.parts = [self.result()]
+        if sum(len(sums) for _, sums in self.parts) >= self.group:
+            o, lse = self.result()
+            self.parts = [(o[None], lse[None])]
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The merge of all that were added, of which there must be one at least."""
-        if len(self.parts) == 1:
-            return self.parts[0]
         outputs, sums = zip(*self.parts, strict=True)
-        return merge_partials(torch.stack(outputs), torch.stack(sums))
+        o, lse = (ts[0] if len(ts) == 1 else torch.cat(ts) for ts in (outputs, sums))
+        return (o[0], lse[0]) if len(lse) == 1 else merge_partials(o, lse)
 
 
 Merge = Callable[[], tuple[Tensor, Tensor]]

@@ -1,8 +1,9 @@
 """Long-thin attention: slices of the token axis, so that few latents keep a device busy.
 
 With M of 64 to 128 rows on one side and millions of tokens on the other, a fused kernel has few
-independent pieces. A slice is a piece of its own; slices of equal length are folded into the batch
-of one call (GPU), or follow one another while they fit the cache (CPU; `studies/notes.md`, slices).
+independent pieces unless it splits the long side by itself. A slice is a piece of its own; slices
+of equal length are folded into the batch of one call (GPU), or follow one another while they fit
+the cache (CPU; `studies/notes.md`, slices).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Part:
         return t[:, None].expand(-1, self.count, *t.shape[1:]).flatten(0, 1)
 
     def put(self, out: Tensor, t: Tensor) -> None:
-        """Undo `cut`: write what the slices yield into their rows of a long tensor.
+        """Write what the slices yield into their rows of a long tensor.
 
         t [B·S, H, n, ...] into out [B, H, N, ...]
         """
@@ -64,12 +65,16 @@ class Part:
         unfolded: Tensor = t.unflatten(0, (-1, self.count))  # [B, S, H, n, ...]
         rows.unflatten(2, (self.count, self.length)).copy_(unfolded.transpose(1, 2))
 
-    def slices(self, t: Tensor) -> tuple[Tensor, ...]:
-        """What each slice yields for the short side.  [B·S, H, M, ...] -> S times [B, H, M, ...]"""
-        if self.count == 1:
-            return (t,)
+    def joined(self, t: Tensor) -> Tensor:
+        """Undo `cut`: what the slices yield, side by side.  [B·S, H, n, ...] -> [B, H, S·n, ...],
+        a view where the kernel has left B = 1 as it found it."""
         unfolded: Tensor = t.unflatten(0, (-1, self.count))
-        return unfolded.unbind(1)
+        return unfolded.transpose(1, 2).flatten(2, 3)
+
+    def stacked(self, t: Tensor) -> Tensor:
+        """What each slice yields for the short side.  [B·S, H, M, ...] -> [S, B, H, M, ...]"""
+        unfolded: Tensor = t.unflatten(0, (-1, self.count))
+        return unfolded.transpose(0, 1)
 
     def sum(self, t: Tensor, dtype: torch.dtype) -> Tensor:
         """The slices' sum for the short side.  [B·S, H, M, ...] -> [B, H, M, ...]"""
@@ -89,18 +94,22 @@ class Plan:
         return len(self.parts) == 1 and self.parts[0].count == 1
 
 
-def plan_slices(long: Tensor, short: Tensor, *, blocks: bool = False) -> Plan:
+def plan_slices(long: Tensor, short: Tensor, *, blocks: bool = False, splits: bool = False) -> Plan:
     """How to cut the tokens of `long` [B, H, N, D], which meets `short` [B, H, M, D].
 
     The number of slices follows from the device: its multiprocessors on a GPU, the caches on a CPU,
-    where `blocks` says that the kernel wants slices of `CPU_BLOCK`. N need not be divisible by it;
-    the rest is a part by itself.
+    where `blocks` says that the kernel wants slices of `CPU_BLOCK`. `splits` says that a GPU's
+    kernel splits the tokens by itself. N need not be divisible: the rest is a part by itself.
     """
     batch, heads, tokens, depth = long.shape
     if long.device.type == "cuda":
         tiles = batch * heads * -(-short.shape[2] // CUDA_TILE)
-        wanted = -(-2 * _multiprocessors(long.device) // tiles)
-        count = max(min(wanted, tokens // MIN_CUDA_SLICE, MAX_GRID // batch), 1)
+        wanted = 1 if splits else -(-2 * _multiprocessors(long.device) // tiles)
+        most = max(min(tokens // MIN_CUDA_SLICE, MAX_GRID // batch), 1)
+        count = min(wanted, most)
+        # A rest costs as many launches as all other slices together.
+        near = [*range(count, min(2 * count, most + 1)), *range(count, count // 2, -1)]
+        count = next((n for n in near if tokens % n == 0), count) if count > 1 else 1
         length = tokens // count
     else:
         length = min(CPU_SLICE, CPU_BLOCK if blocks else CPU_SLICE, tokens)

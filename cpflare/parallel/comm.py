@@ -29,7 +29,7 @@ class Traffic:
 
     `bytes` counts the payload a rank hands to each collective (its own buffer, once), `seconds` the
     time that this rank spends in sending and waiting, not what it computes meanwhile: wall time on
-    CPU, the time between CUDA events on a GPU.
+    CPU; on a GPU the time that its stream waits, once somebody has taken the traffic before.
     """
 
     calls: dict[str, int] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Communicator:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.traffic = Traffic()
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
 
     @classmethod
     def of_key(cls, key: int) -> Communicator:
@@ -71,11 +71,19 @@ class Communicator:
     def take_traffic(self) -> Traffic:
         """The traffic since the last call of this method."""
         traffic, self.traffic = self.traffic, Traffic()
-        for start, stop in self._events:
-            stop.synchronize()
+        for start, stop in self._events or ():
+            if not stop.query():
+                stop.synchronize()
             traffic.seconds += start.elapsed_time(stop) / 1e3
-        self._events.clear()
+        self._events = []
         return traffic
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group takes tensors: gloo on the CPU, NCCL on this process's GPU alone."""
+        if self.size == 1 or dist.get_backend(self.group) == "gloo":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
         """Reduce over the ranks. `tensor` may be overwritten; use the returned one.
@@ -124,7 +132,9 @@ class Communicator:
         self, kind: str, tensor: Tensor, send: Callable[[], dist.Work], result: Tensor
     ) -> Result:
         """Send; the call of the result waits. What counts as its time is the time in both."""
-        with self._counted(kind, tensor):
+        self._count(kind, tensor)
+        # Sending takes the host's time alone, and no events of a GPU's stream.
+        with self._timed(None if tensor.is_cuda else tensor):
             work = send()
 
         def wait() -> Tensor:
@@ -135,14 +145,15 @@ class Communicator:
         return wait
 
     def gather_rows(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        """Bring the shards' rows together on rank 0.  [n_r, ...] -> [sum n_r, ...] or None
+        """Bring the shards' rows together on rank 0, where the tensor lies.
 
+        [n_r, ...] -> [sum n_r, ...] or None
         `sizes` are the ranks' row counts, known to all. Communication: one gather, padded to the
         largest shard; only rank 0 holds the whole.
         """
         if self.size == 1:
             return tensor
-        padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
+        padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]), device=self.device)
         padded[: tensor.shape[0]] = tensor
         root = 0 if self.group is None else dist.get_global_rank(self.group, 0)
         parts = [torch.empty_like(padded) for _ in sizes] if self.rank == 0 else None
@@ -150,7 +161,8 @@ class Communicator:
             dist.gather(padded, parts, dst=root, group=self.group)
         if parts is None:
             return None
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        whole = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        return whole.to(tensor.device)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Give every rank the first rank's tensor, in place. Communication: one broadcast."""
@@ -169,9 +181,7 @@ class Communicator:
         """
         if self.size == 1:
             return [text]
-        device = torch.device("cpu")
-        if dist.get_backend(self.group) == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = self.device
         data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(device)
         lengths = self.all_gather(torch.tensor(len(text.encode()), device=device))
         buffer = torch.zeros(max(int(lengths.max()), 1), dtype=torch.uint8, device=device)
@@ -182,23 +192,29 @@ class Communicator:
             bytes(row[:count].tolist()).decode() for row, count in zip(rows, counts, strict=True)
         ]
 
-    @contextmanager
-    def _counted(self, kind: str, tensor: Tensor) -> Iterator[None]:
-        """Count one collective, and time it."""
-        with self._timed(tensor):
-            yield
+    def _count(self, kind: str, tensor: Tensor) -> None:
         traffic = self.traffic
         traffic.calls[kind] = traffic.calls.get(kind, 0) + 1
         traffic.bytes += tensor.numel() * tensor.element_size()
 
     @contextmanager
-    def _timed(self, tensor: Tensor) -> Iterator[None]:
+    def _counted(self, kind: str, tensor: Tensor) -> Iterator[None]:
+        """Count one collective, and time it."""
+        with self._timed(tensor):
+            yield
+        self._count(kind, tensor)
+
+    @contextmanager
+    def _timed(self, tensor: Tensor | None) -> Iterator[None]:
         """Add the time spent inside; that of a GPU is read later, without waiting now."""
-        if tensor.is_cuda:
+        if tensor is None or (tensor.is_cuda and self._events is None):
+            yield
+        elif tensor.is_cuda:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             yield
             stop.record()
+            assert self._events is not None
             self._events.append((start, stop))
         else:
             begin = time.perf_counter()

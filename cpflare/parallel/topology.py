@@ -8,7 +8,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from cpflare.config import ParallelConfig
 from cpflare.errors import TopologyError
@@ -123,7 +122,6 @@ def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if world_size > 1 and not dist.is_initialized():
-        timeout = timedelta(seconds=timeout_s)
         store = open_store(rank, world_size, timeout_s)
         # Ranks that torchrun starts again meet at the store of those before, and must not read what
         # they left there.
@@ -142,10 +140,14 @@ def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=0.8 * timeout,  # the rest is for finding out which rank is the cause
+            timeout=_collective_timeout(timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
     return world_size, device
+
+
+def _collective_timeout(timeout_s: float) -> timedelta:
+    return timedelta(seconds=0.8 * timeout_s)  # the rest is for finding out which rank is the cause
 
 
 def build_topology(parallel: ParallelConfig, device: torch.device) -> Topology:
@@ -158,9 +160,10 @@ def build_topology(parallel: ParallelConfig, device: torch.device) -> Topology:
     if world_size == 1:
         single = Communicator(None)
         return Topology(rank, world_size, cp, dp, device, single, single)
-    mesh = init_device_mesh(device.type, (dp, cp), mesh_dim_names=("dp", "cp"))
     world_comm = Communicator(dist.group.WORLD)
-    cp_comm = (
-        world_comm if cp == world_size else Communicator(mesh.get_group("cp") if cp > 1 else None)
-    )
+    cp_comm = world_comm if cp == world_size else Communicator(None)
+    if 1 < cp < world_size:
+        # A group made from a mesh would have the library's timeout, of up to half an hour.
+        group, _ = dist.new_subgroups(cp, timeout=_collective_timeout(parallel.timeout_s))
+        cp_comm = Communicator(group)
     return Topology(rank, world_size, cp, dp, device, world_comm, cp_comm)

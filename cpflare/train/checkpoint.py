@@ -175,7 +175,8 @@ def find_checkpoint(directory: Path) -> tuple[Path | None, list[str]]:
 def load_checkpoint(
     path: Path, device: torch.device
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """Weights, optimiser values and state of a checkpoint. Executes nothing from the files.
+    """Weights on `device`, optimiser values on the CPU, from where the optimiser takes each to its
+    place, and state of a checkpoint. Executes nothing from the files.
 
     Raises:
         DataError: it is absent or damaged.
@@ -184,7 +185,7 @@ def load_checkpoint(
     try:
         _require_plain_zip(path / _OPTIMIZER)
         weights = load_file(path / _MODEL, device=str(device))
-        optimizer = torch.load(path / _OPTIMIZER, map_location=device, weights_only=True)
+        optimizer = torch.load(path / _OPTIMIZER, map_location="cpu", weights_only=True)
     except Exception as error:  # the two libraries raise many kinds for a file they cannot read
         line = one_line(error, 200)
         raise DataError(f"checkpoint {path} cannot be read ({line}); delete it") from error

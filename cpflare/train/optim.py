@@ -25,7 +25,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> AdamW:
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": kept, "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=config.lr)
+    on_gpu = any(p.is_cuda for p in model.parameters())
+    return AdamW(groups, lr=config.lr, fused=True if on_gpu else None)
 
 
 def build_schedule(optimizer: AdamW, config: TrainConfig, total_steps: int) -> LRScheduler:

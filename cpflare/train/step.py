@@ -47,17 +47,24 @@ class StepSums(NamedTuple):
 
         -> [1 + signals + 2 ranks]. Its votes for a stop are taken at the last moment.
         """
-        peaks, flags = loss.new_zeros(2, topology.world_size)
-        peaks[topology.rank], flags[topology.rank] = peak_bytes, non_finite
-        return torch.cat([loss[None], loss.new_tensor(topology.stop.votes), peaks, flags])
+        votes, ranks = topology.stop.votes, topology.world_size
+        own = loss.new_zeros(1 + len(votes) + 2 * ranks)
+        own[0].copy_(loss)
+        # Filled in place: a value that is assigned would be copied to the device, with a wait.
+        for index, vote in enumerate(votes, start=1):
+            if vote:
+                own[index].fill_(vote)
+        own[1 + len(votes) + topology.rank].fill_(peak_bytes)
+        own[1 + len(votes) + ranks + topology.rank].copy_(non_finite)
+        return own
 
     @classmethod
-    def unpack(cls, total: Tensor) -> StepSums:
+    def unpack(cls, total: list[float]) -> StepSums:
         """The record of the summed shares."""
-        loss, votes, ranks = total.split([1, len(STOP_SIGNALS), len(total) - 1 - len(STOP_SIGNALS)])
-        peaks, flags = ranks.reshape(2, -1)
-        culprits = flags.nonzero()[:, 0].tolist()
-        return cls(float(loss), int(peaks.max()), culprits, stop_reason(votes.tolist()))
+        (loss, *votes), ranks = total[: 1 + len(STOP_SIGNALS)], total[1 + len(STOP_SIGNALS) :]
+        peaks, flags = ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :]
+        culprits = [rank for rank, flag in enumerate(flags) if flag]
+        return cls(loss, int(max(peaks)), culprits, stop_reason(votes))
 
 
 class Learner:
@@ -99,8 +106,10 @@ class Learner:
         assert total is not None
         self.scaler.unscale_(self.optimizer)
         limit = self.config.clip or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-        sums = StepSums.unpack(total)  # the host waits here, with the norm on its way
+        total_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        # The host waits here alone.
+        *values, norm = torch.cat([total, total_norm[None].to(total)]).tolist()
+        sums = StepSums.unpack(values)
         self.why_stop = sums.why_stop
         lr = float(self.schedule.get_last_lr()[0])
         self._update(step, norm, sums)
@@ -204,7 +213,10 @@ class Learner:
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Go on from `weights` and the `state` that belongs to them."""
         self.model.load_state_dict(weights)
-        self.optimizer.load_state_dict(state["optimizer"])
+        # How the optimiser is computed is this device's affair, and not the saved run's.
+        own = {name: self.optimizer.defaults[name] for name in ("fused", "foreach", "capturable")}
+        groups = [group | own for group in state["optimizer"]["param_groups"]]
+        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
         self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(state["scaler"])
         self.overflows = int(state["overflows"])

@@ -170,7 +170,7 @@ def test_a_part_repeats_the_short_side_and_takes_its_results_apart(batch):
     assert not joined[:, :, :2].any()
     repeated = part.repeat(short)
     assert repeated.shape == (2 * batch, H, M, D)
-    assert all(torch.equal(piece, short) for piece in part.slices(repeated))
+    assert all(torch.equal(piece, short) for piece in part.stacked(repeated))
 
 
 def long_tensor(batch, heads, tokens, depth, device):
@@ -228,6 +228,9 @@ def test_a_gpu_gets_enough_pieces_for_its_multiprocessors_but_no_crumbs(monkeypa
         assert 2 * 132 <= blocks < 4 * 132
         assert count > 1
     assert pieces(500_000, 64, batch=64)[0] == 1  # the batch alone keeps it busy
+    assert len(plan_slices(*(long_tensor(1, 8, n, 16, "cuda") for n in (25_000, 64))).parts) == 1
+    long, short = (long_tensor(1, 8, n, 16, "cuda") for n in (500_000, 64))
+    assert plan_slices(long, short, splits=True).is_whole
 
 
 @pytest.mark.gpu

@@ -205,3 +205,17 @@ def test_axes_that_do_not_fit_are_refused_on_all_ranks():
     messages = run_ranks(3, refuse)
     assert len(set(messages)) == 1
     assert "WORLD_SIZE is 3" in messages[0]
+
+
+def group_timeouts(rank, world_size, cp, timeout_s):
+    topology = build_topology(ParallelConfig(cp=cp, timeout_s=timeout_s), torch.device("cpu"))
+    backend = topology.cp_comm.group._get_backend(torch.device("cpu"))
+    topology.cp_comm.all_reduce(torch.ones(1))
+    return backend.options._timeout.total_seconds(), dist.get_process_group_ranks(
+        topology.cp_comm.group
+    )
+
+
+def test_a_subgroup_waits_no_longer_than_the_ranks_do():
+    found = run_ranks(4, group_timeouts, 2, 50.0)
+    assert found == [(40.0, [0, 1]), (40.0, [0, 1]), (40.0, [2, 3]), (40.0, [2, 3])]
