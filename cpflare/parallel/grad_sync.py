@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from cpflare.errors import TopologyError
 from cpflare.parallel.comm import Communicator
-
-T = TypeVar("T", bound=Tensor)
 
 BUCKET_BYTES = 64 * 2**20
 """Gradients travel in buffers of at most this size (or one parameter's, where it is larger)."""
@@ -21,9 +18,7 @@ BUCKET_BYTES = 64 * 2**20
 def sum_gradients(
     parameters: Iterable[nn.Parameter], comm: Communicator, extras: Tensor | None = None
 ) -> Tensor | None:
-    """Sum the ranks' partial gradients; a parameter without one counts as zero.
-
-    Afterwards the gradients of a bucket are views of one buffer.
+    """Sum the ranks' partial gradients, in place; a parameter without one counts as zero.
 
     Every rank's gradient is its own part of the objective, so the sum over all ranks (context-
     parallel ones and data-parallel replicas alike) is the gradient, given that each loss carries
@@ -36,21 +31,20 @@ def sum_gradients(
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if comm.size == 1:
         return extras
-    if not parameters and extras is not None:
+    if not grads and extras is not None:
         return comm.all_reduce(extras)
     total = extras
-    for index, bucket in enumerate(_buckets(parameters)):
-        members = [parameter.grad for parameter in bucket if parameter.grad is not None]
-        if index == 0 and extras is not None:
-            members.append(extras.to(members[0].dtype))  # at the end: the gradients stay aligned
+    for index, bucket in enumerate(_buckets(grads)):
+        members = bucket if index or extras is None else [extras.to(bucket[0].dtype), *bucket]
         flat = comm.all_reduce(torch.cat([member.reshape(-1) for member in members]))
         pieces = flat.split([member.numel() for member in members])
         if len(members) > len(bucket):
-            total = pieces[-1]
-        for parameter, piece in zip(bucket, pieces, strict=False):
-            parameter.grad = piece.view_as(parameter)
+            total, pieces = pieces[0], pieces[1:]
+        for grad, piece in zip(bucket, pieces, strict=True):
+            grad.copy_(piece.view_as(grad))
     return total
 
 
@@ -95,9 +89,9 @@ def require_agreement(what: str, text: str, comm: Communicator) -> None:
             )
 
 
-def _buckets(tensors: Sequence[T]) -> Iterator[list[T]]:
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Consecutive tensors of one dtype, up to `BUCKET_BYTES` together."""
-    bucket: list[T] = []
+    bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
