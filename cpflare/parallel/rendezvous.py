@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from cpflare.errors import TopologyError
 from cpflare.files import one_line
@@ -30,7 +30,7 @@ _ANSWER_S = 10.0
 _NOTICE_S = 10.0
 
 
-def open_store(rank: int, world_size: int, timeout_s: float) -> Any:
+def open_store(rank: int, world_size: int, timeout_s: float) -> Store:
     """The store that all ranks share; ranks started before rank 0 wait for it up to `timeout_s`.
 
     Raises:
@@ -51,7 +51,7 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> Any:
     return store
 
 
-def await_all(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+def await_all(store: Store, rank: int, world_size: int, timeout_s: float) -> None:
     """Wait until every rank has come; called once a rank and store.
 
     Raises:
@@ -96,9 +96,9 @@ def _address() -> tuple[str, int]:
     return host, int(port)
 
 
-def _serve(port: int, world_size: int) -> Any:
+def _serve(port: int, world_size: int) -> TCPStore:
     try:
-        return dist.TCPStore("127.0.0.1", port, world_size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        return TCPStore("127.0.0.1", port, world_size, is_master=True, wait_for_workers=False)
     except dist.DistError as error:
         with socket.socket() as probe:  # what it says, without C++ in between
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -113,16 +113,16 @@ def _serve(port: int, world_size: int) -> Any:
         ) from None
 
 
-def _join(host: str, port: int, rank: int, timeout_s: float) -> Any:
+def _join(host: str, port: int, rank: int, timeout_s: float) -> TCPStore:
     """Connect to the store as soon as its port answers."""
     _await_port(host, port, rank, timeout_s)
-    found: list[Any] = []
+    found: list[TCPStore] = []
     failed: list[Exception] = []
 
     def connect() -> None:
         try:
             limit = timedelta(seconds=min(_ANSWER_S, timeout_s))
-            found.append(dist.TCPStore(host, port, is_master=False, timeout=limit))  # type: ignore[attr-defined]
+            found.append(TCPStore(host, port, is_master=False, timeout=limit))
         except Exception as error:
             failed.append(error)
 
@@ -133,7 +133,7 @@ def _join(host: str, port: int, rank: int, timeout_s: float) -> Any:
         connecting.join(1.5 * _ANSWER_S)
     if not found:
         why = "what answers is no rank 0 of a run"
-        raise TopologyError(_unreached(host, port, why)) from next(iter(failed), None)
+        raise TopologyError(_unreached(host, port, why)) from (failed[0] if failed else None)
     return found[0]
 
 

@@ -26,6 +26,16 @@ from cpflare.scaling.two_hosts import MONITOR_INTERVAL, Hosts
 _END_S = 60.0
 """How long a point may take to end once it is told to."""
 
+_GUARD = """
+folder="$1"; shift
+while read -r line; do test "$line" = end && exit; ranks=$line; done
+kill -TERM "$@" 2>/dev/null
+test -z "$ranks" || kill -CONT $ranks 2>/dev/null
+rm -rf "$folder"
+"""
+"""Outlives a killed study, whose end it sees as that of its input: it ends torchrun's processes,
+wakes the ranks that sleep, whose numbers it is told, and removes the study's folder."""
+
 Say = Callable[[str], None]
 
 
@@ -73,6 +83,16 @@ class PointProcesses:
                     subprocess.Popen(command, stdout=log, stderr=log, env=environment)
                 )
 
+        pids = (str(process.pid) for process in self.processes)
+        guard = ["sh", "-c", _GUARD, "sh", str(self.base.parent), *pids]
+        self.guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+
+    def _tell_guard(self, *words: object) -> None:
+        if self.guard is not None and self.guard.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.guard.stdin.write(f"{' '.join(map(str, words))}\n".encode())
+                self.guard.stdin.flush()
+
     def _arguments(self, protocol: Protocol, store: Path | None) -> list[str]:
         point = self.point
         arguments = [f"--turns={self.base.with_suffix('.socket')}", f"--threads={protocol.threads}"]
@@ -103,9 +123,7 @@ class PointProcesses:
         connection.settimeout(None)
         self.lines = JsonLines(connection)
         self.pids = [int(pid) for pid in self._receive(deadline, "pids")]
-        # Where the study is killed, ranks that sleep are woken and find out that it is gone.
-        wake = ["sh", "-c", 'read -r _; kill -CONT "$@" 2>/dev/null', "sh", *map(str, self.pids)]
-        self.guard = subprocess.Popen(wake, stdin=subprocess.PIPE, start_new_session=True)
+        self._tell_guard(*self.pids)
 
     def take_turn(self, what: int, steps: int, deadline: float) -> float:
         """Let the point do some steps; the median of their seconds. Then it sleeps.
@@ -148,6 +166,7 @@ class PointProcesses:
         for process in self.processes:
             process.wait(_END_S)
         self.pids = []  # the numbers may be another's from now on
+        self._dismiss_guard()
         if self.hosts is not None:
             record["round_trips_ms"] = list(self.hosts.round_trips_ms)
         return record
@@ -163,9 +182,14 @@ class PointProcesses:
                 process.wait(_END_S)
             process.kill()
             process.wait()
-        if self.guard is not None:
-            self.guard.communicate()
+        self._dismiss_guard()
         self.listener.close()
+
+    def _dismiss_guard(self) -> None:
+        if self.guard is not None:
+            self._tell_guard("end")
+            self.guard.communicate()
+            self.guard = None
 
     def _tell(self, what: int, steps: int) -> None:
         """Wake the ranks and tell them their turn; one that has died is found by `_receive`."""

@@ -71,17 +71,25 @@ def test_a_rank_that_dies_asleep_ends_the_study_in_one_line():
 
 
 @pytest.mark.slow
-def test_a_study_that_is_killed_leaves_no_rank_asleep(tmp_path):
+@pytest.mark.parametrize("steps", [1, 10**7])
+def test_a_study_that_is_killed_leaves_no_rank_and_no_folder(tmp_path, steps):
+    """With ranks that sleep, and with some in the midst of a turn that would last for hours."""
     command = [sys.executable, "-m", "cpflare.cli", "scaling", "--models=flare", "--tokens=40"]
-    command += ["--rounds=100000", f"--out={tmp_path}", *OURS]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as study:
-        deadline = time.monotonic() + 60.0
-        while "T" not in _ranks_at_turns().values() and study.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert study.poll() is None
-        study.kill()
-    deadline = time.monotonic() + 60.0
-    while _ranks_at_turns():
+    command += ["--rounds=100000", f"--steps={steps}", f"--out={tmp_path / 'out'}", *OURS]
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=variables) as study:
+        try:
+            _wait_until(lambda: "T" in _ranks_at_turns().values(), 60.0)
+            time.sleep(1.0)
+            assert study.poll() is None
+        finally:
+            study.kill()
+    _wait_until(lambda: not _ranks_at_turns(), 15.0)
+    _wait_until(lambda: not list(tmp_path.glob("cpflare-turns-*")), 15.0)
+
+
+def _wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.2)
+        time.sleep(0.05)
