@@ -102,7 +102,7 @@ def _compiles(x: Tensor, *computed: Tensor) -> bool:
         return False
     if not torch.compiler.is_compiling():
         for t in (x, *computed):
-            torch._dynamo.maybe_mark_dynamic(t, t.ndim - 2)  # type: ignore[attr-defined]
+            torch._dynamo.maybe_mark_dynamic(t, t.ndim - 2)
     return True
 
 
