@@ -25,8 +25,8 @@ from cpflare.models.mixer import State, Tokens
 def compile_local(model: Backbone) -> Backbone:
     """Compile a model's token-local parts; returns the same model.
 
-    They are compiled when they first run, and again where a chunk has another size, from then on
-    for any size. Dropout, and chunks without tokens, run eagerly.
+    They are compiled when they first run, for any number of tokens. Dropout, and chunks of one
+    token or none, for which the compiler would make programs of their own, run eagerly.
 
     Raises:
         ConfigError: the model is on a CPU, and the C++ compiler is missing that this takes.
@@ -48,14 +48,18 @@ class CompiledBackbone(Backbone):
     """A model whose token-local parts are compiled."""
 
     def embed(self, inputs: Tensor) -> Tensor:
+        if not _compiles(inputs):
+            return super().embed(inputs)
         return _compiled(Backbone.embed)(self, inputs)  # type: ignore[no-any-return]
 
     def head(self, x: Tensor) -> Tensor:
+        if not _compiles(x):
+            return super().head(x)
         return _compiled(Backbone.head)(self, x)  # type: ignore[no-any-return]
 
 
 class CompiledBlock(Block):
-    """A block whose token-local parts are compiled; dropout and empty chunks run eagerly.
+    """A block whose token-local parts are compiled; dropout and the shortest chunks run eagerly.
 
     The block is an argument of what is compiled, so that all blocks share one program.
     """
@@ -63,7 +67,7 @@ class CompiledBlock(Block):
     def tokens(self, x: Tensor) -> Tokens:
         """Tokens that make what one stage reads in one compiled call."""
         eager = super().tokens(x)
-        if x.shape[1] == 0:
+        if not _compiles(x):
             return eager
         groups: dict[str, tuple[str, ...]] = {name: (name,) for name in eager.names}
         for stage in self.mixer.stages:
@@ -80,14 +84,26 @@ class CompiledBlock(Block):
         return Tokens({name: maker(name) for name in eager.names})
 
     def mix(self, x: Tensor, tokens: Tokens, state: State, site: Site) -> Tensor:
-        if site.rows is not None or x.shape[1] == 0:
+        if site.rows is not None or not _compiles(x, *tokens.computed.values()):
             return super().mix(x, tokens, state, site)
+        # One layout, however many chunks the state was merged from.
+        state = {name: t.contiguous() for name, t in state.items()}
         return _compiled(_mix)(self, x, tokens.computed, state)  # type: ignore[no-any-return]
 
     def feed(self, x: Tensor, site: Site) -> Tensor:
-        if site.rows is not None or x.shape[1] == 0:
+        if site.rows is not None or not _compiles(x):
             return super().feed(x, site)
         return _compiled(_feed)(self, x)  # type: ignore[no-any-return]
+
+
+def _compiles(x: Tensor, *computed: Tensor) -> bool:
+    """Whether a chunk x [B, n, C], with its tensors [B, H, n, D], is compiled; then for any n."""
+    if x.shape[1] <= 1:
+        return False
+    if not torch.compiler.is_compiling():
+        for t in (x, *computed):
+            torch._dynamo.maybe_mark_dynamic(t, t.ndim - 2)
+    return True
 
 
 def _read(block: Block, x: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:

@@ -52,7 +52,7 @@ def run_model(model: Backbone, inputs: torch.Tensor, inference: Inference) -> to
     model.eval()
     try:
         with (
-            torch.inference_mode(),
+            torch.no_grad(),  # not inference mode, for which compiled parts would be compiled again
             predicting(model, inputs.shape[0], inference.engine),
             autocast(inference.device, inference.precision),
         ):

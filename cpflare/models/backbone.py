@@ -34,10 +34,14 @@ class Site:
         """The same of a chunk of these tokens."""
         return self if self.rows is None else replace(self, rows=self.rows[chunk])
 
-    def drop(self, x: Tensor, layer: int) -> Tensor:
-        """Dropout as a function of (seed, step, layer, global row).  [B, n, C] -> the same"""
+    def drop(self, x: Tensor, block: Block, part: int) -> Tensor:
+        """Dropout as a function of (seed, step, layer, global row).  [B, n, C] -> the same
+
+        A block has two layers, its parts 0 and 1.
+        """
         if self.rows is None:
             return x
+        layer = 2 * block.index + part  # read here: a compiler makes a program for each value
         return token_dropout(
             x, self.rows, self.dropout, seed=self.seed, step=self.step, layer=layer
         )
@@ -62,11 +66,11 @@ class Block(nn.Module):
 
     def mix(self, x: Tensor, tokens: Tokens, state: State, site: Site) -> Tensor:
         """x + mixer of a chunk, once the stages' state is known.  [B, n, C] -> the same"""
-        return x + site.drop(self.mixer.emit(tokens, state), 2 * self.index)
+        return x + site.drop(self.mixer.emit(tokens, state), self, 0)
 
     def feed(self, x: Tensor, site: Site) -> Tensor:
         """x + feed-forward network of a chunk.  [B, n, C] -> the same"""
-        return x + site.drop(self.ffn(self.norm2(x)), 2 * self.index + 1)
+        return x + site.drop(self.ffn(self.norm2(x)), self, 1)
 
     def emit(self, x: Tensor, tokens: Tokens, state: State, site: Site) -> Tensor:
         """The block's output of a chunk, once the stages' state is known.  [B, n, C] -> the same"""

@@ -53,11 +53,12 @@ def encode_backward(
     Communication: one all-reduce of B·H·M·D values.
     """
     dz = sum_state_gradient(dz, q.dtype, comm)
-    dq = torch.zeros_like(q, dtype=dz.dtype, memory_format=torch.contiguous_format)
+    total: Tensor | None = None
     dks, dvs = [], []
     for k, v in zip(ks, vs, strict=True):
-        dq_chunk, dk, dv = attend_backward(dz, q, k, v, z, lse, scale=scale)
-        dq += dq_chunk
+        dq, dk, dv = attend_backward(dz, q, k, v, z, lse, scale=scale)
+        total = dq if total is None else total.to(dz.dtype).add_(dq)
         dks.append(dk)
         dvs.append(dv)
-    return dq.to(q.dtype), dks, dvs
+    assert total is not None  # a rank without tokens has one chunk of none
+    return total.to(q.dtype).contiguous(), dks, dvs

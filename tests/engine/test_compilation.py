@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from cpflare.config import EngineConfig
-from cpflare.engine import configure, parallelize
+from cpflare.engine import compilation, configure, parallelize
 from cpflare.engine.in_memory import run_block
 from cpflare.errors import ConfigError
+from cpflare.evaluate.predict import Inference, run_model
 from cpflare.models.backbone import Site
 from cpflare.ops import Reducer, encode
 from cpflare.ops.compiled import compiled_encode, compiled_sum
@@ -148,3 +150,29 @@ def test_both_executors_give_the_eager_answers_when_compiled():
     for errors in run_ranks(2, compare_engines, *case, timeout_s=COMPILING_S):
         for executor, (error, name) in errors.items():
             assert error < EXACT, (executor, name)
+
+
+@pytest.mark.parametrize("executor", ["in_memory", "streamed"])
+def test_ten_sizes_in_training_and_prediction_share_their_programs(executor, monkeypatch):
+    """The compiler itself is left out: what it is asked to compile is counted."""
+    graphs, sizes, compile_ = [], [], torch.compile
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda fn, **how: compile_(fn, **how, backend=record))
+    monkeypatch.setattr(compilation, "_compiled", cache(compilation._compiled.__wrapped__))
+    monkeypatch.setattr(compilation.shutil, "which", lambda name: name)
+    torch.compiler.reset()
+    engine = EngineConfig(executor=executor, compile=True, chunk_tokens=30)
+    model = configure(build(FLAREPP), engine)
+    inference = Inference(torch.device("cpu"), "fp64", engine)
+    for tokens in (70, 31, 1, 2, 65, 60, 0, 90, 45, 33):
+        inputs = torch.randn(tokens, model.in_proj.fc1.in_features, dtype=torch.float64)
+        model(inputs).square().sum().backward()
+        run_model(model, inputs, inference)
+        sizes.append(len(graphs))
+    torch.compiler.reset()
+    assert sizes[0] > 0
+    assert sizes[-1] == sizes[0]

@@ -81,6 +81,26 @@ def test_a_step_waits_once_for_the_device(executor, mixer, precision):
     assert counts["copies"] == 4  # inputs, targets and rows; the step's scalars
 
 
+# Launches of a step of one of four ranks with 25,000 tokens each. They may fall, and not rise.
+LAUNCHES = {
+    ("flare", "fp32"): 740,
+    ("flare", "bf16"): 960,
+    ("flarepp", "fp32"): 1240,
+    ("flarepp", "bf16"): 1400,
+    ("flarepp", "fp16"): 1410,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mixer", "precision"), LAUNCHES)
+def test_a_step_keeps_its_budget(mixer, precision):
+    chosen = {"model": {"mixer": mixer}, "train": {"precision": precision}}
+    counts = on_fake_gpu(count_step, chosen, 25_000, world_size=4)
+    assert counts["launches"] <= LAUNCHES[mixer, precision]
+    assert counts["collectives"] == {"flare": 17, "flarepp": 33}[mixer]
+    assert counts["syncs"] == 1
+
+
 @pytest.mark.parametrize("offload", ["host", "bf16"])
 def test_a_step_with_its_block_inputs_elsewhere(offload):
     chosen = settings(executor="streamed", chunk_tokens=30, offload=offload)

@@ -58,7 +58,7 @@ _OURS = tuple(
 class FakeGPU(TorchDispatchMode):
     """Inside, tensors are fake, and this counts what goes to the GPU and what waits for it.
 
-    `launches`, `bytes` by operator; `syncs` and `copies` (between host and device, with whether
+    `launches` and `bytes` by operator, `lines` by line too; `syncs` and `copies` (between host and device, with whether
     they block) by the line of the product that causes them; `collectives` by kind.
     """
 
@@ -73,6 +73,7 @@ class FakeGPU(TorchDispatchMode):
         """Count from zero."""
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self.lines: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
@@ -144,6 +145,7 @@ class FakeGPU(TorchDispatchMode):
         if name.startswith("c10d::") or func.is_view or name in _MEMORY_ONLY:
             return
         self.launches[name] += 1
+        self.lines[f"{name} {_site()}"] += 1
         self.bytes[name] += sum(t.numel() * t.element_size() for t in tensors)
 
     def _copy(

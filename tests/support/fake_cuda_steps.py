@@ -48,7 +48,7 @@ def count_step(gpu: Any, settings: dict[str, Any], tokens: int) -> dict[str, Any
     gpu.reset()
     learner.step(make_step(tokens, learner, 1))
     return gpu.counts() | {
-        "by": dict(gpu.launches),
+        "lines": dict(gpu.lines),
         "sync_lines": dict(gpu.syncs),
         "copy_lines": dict(gpu.copies),
         "kinds": dict(gpu.collectives),
