@@ -77,9 +77,7 @@ class Predictor:
         Raises:
             Stopped: a signal asked for it; the files of the cases before are whole.
         """
-        patterns = self.field_map.get("files") or ()
-        places = lambda: [_place_of(store.case(name), source, patterns) for name in cases]  # noqa: E731
-        self._keep_sources(cases, places)
+        self._keep_sources(cases, lambda: _sources_of(store, cases, source, self.field_map))
         reader = ShardReader(
             store,
             self.normalizer,
@@ -104,13 +102,13 @@ class Predictor:
                 written.append(self._write(case, whole, truth or None, source))
         return written
 
-    def _keep_sources(self, names: Sequence[str], sources: Callable[[], list[Path | None]]) -> None:
+    def _keep_sources(self, names: Sequence[str], sources: Callable[[], list[Path]]) -> None:
         """Refuse, before anything is computed, files that would take a source's place."""
         with agreed(self.topology.world_comm):
             if self.topology.rank == 0:
-                ends = (".vtp", ".npz")
-                files = [self.out / f"{name}{end}" for name in names for end in ends]
-                refuse_overwriting([*files, self.out / "forces.json"], filter(None, sources()))
+                files = [self.out / f"{name}{end}" for name in names for end in (".vtp", ".npz")]
+                read = [part for path in sources() if path.is_file() for part in parts(path)]
+                refuse_overwriting([*files, self.out / "forces.json"], read)
 
     def _write(self, case: Case, fields: Fields, truth: Fields | None, source: Path | None) -> Path:
         mesh = _source_mesh(case, source, self.field_map.get("files") or ())
@@ -235,6 +233,16 @@ def _place_of(case: Case, source: Path | None, patterns: Sequence[str]) -> Path 
         patterns=patterns,
         digest=case.attrs.get("source_checksum"),
     )
+
+
+def _sources_of(
+    store: Store, cases: Sequence[str], source: Path | None, field_map: Mapping[str, Any]
+) -> list[Path]:
+    """The meshes to write the cases' predictions on, and all that the store was made from."""
+    patterns = field_map.get("files") or ()
+    found = [_place_of(store.case(name), source, patterns) for name in cases]
+    recorded = [_place_of(store.case(name), None, ()) for name in store.cases]
+    return [path for path in (*found, *recorded) if path is not None]
 
 
 def _source_mesh(case: Case, source: Path | None, patterns: Sequence[str]) -> Path | str:
