@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ examples:
   torchrun --nproc_per_node=2 launch/predict_cp.py runs/full --mesh new_car.stl --out out \\
       --ref-area 2.2
 """
+
+logger = logging.getLogger("cpflare")
 
 
 def parser() -> Parser:
@@ -73,10 +76,19 @@ def main(argv: Sequence[str]) -> None:
             engine = dataclasses.replace(engine, memory_limit=options.memory_limit)
         inference = Inference(device, run.config.train.precision, engine)
         predictor = Predictor(
-            model, run.normalizer, inference, run.field_map, topology, options.out
+            model,
+            run.normalizer,
+            inference,
+            run.field_map,
+            topology,
+            options.out,
+            run.was_trained_on,
         )
         store, cases = (None, ()) if options.mesh else _store_and_cases(options, run)
         if rank == 0:
+            seen = [name for name in cases if store and run.was_trained_on(store.case(name))]
+            if seen:
+                logger.warning("notice: seen in training: %s", ", ".join(seen))
             options.out.mkdir(parents=True, exist_ok=True)
     with topology.stop.on_signals():
         if store is not None:

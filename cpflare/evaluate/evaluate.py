@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cpflare.data.store import Case, Store
 from cpflare.errors import DataError
-from cpflare.evaluate.export import read_predictions
+from cpflare.evaluate.export import read_description, read_predictions
 from cpflare.evaluate.find import prediction_files
 from cpflare.evaluate.forces import ForceSums, Reference, coefficients
 from cpflare.evaluate.metrics import FieldSums, mean_over_cases, r2_score
@@ -59,9 +59,7 @@ def evaluate_predictions(
         predictions = read_predictions(path, store.field_map)
         results[case] = evaluate_stored_case(case, predictions, opened, notices)
         units |= opened.attrs.get("units") or {}
-    seen = [case for case in results if case in store.splits.get("train", ())]
-    if seen:
-        notices.append(f"in the store's split 'train', so perhaps seen: {', '.join(seen)}")
+    notices += _seen_in_training(results, files, store)
     metrics = {
         "cases": results,
         "mean": _mean(results),
@@ -72,6 +70,18 @@ def evaluate_predictions(
     with written_aside(out / "metrics.json") as aside:
         aside.write_text(json.dumps(metrics, indent=2, allow_nan=False) + "\n")
     return metrics
+
+
+def _seen_in_training(cases: Iterable[str], files: Mapping[str, Path], store: Store) -> list[str]:
+    """What the files say of their run; only where they say nothing the store's present split."""
+    told = {case: (read_description(files[case]) or {}).get("trained_on") for case in cases}
+    seen = [case for case, known in told.items() if known]
+    train = store.splits.get("train", ())
+    perhaps = [case for case, known in told.items() if known is None and case in train]
+    notices = [f"seen in training: {', '.join(seen)}"] if seen else []
+    if perhaps:
+        notices.append(f"in the store's split 'train', so perhaps seen: {', '.join(perhaps)}")
+    return notices
 
 
 def evaluate_stored_case(

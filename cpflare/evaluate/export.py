@@ -37,6 +37,7 @@ def write_vtp(
     association: str,
     *,
     source_names: Mapping[str, Sequence[str]] | None = None,
+    trained_on: bool | None = None,
 ) -> Path:
     """Write the source mesh with all its arrays, and the predictions beside them; return the path.
 
@@ -44,9 +45,9 @@ def write_vtp(
     [N, 3] wall_shear).  Each becomes `<source name>_pred`, and with truth `<source name>_error`
     (pred − true), in the source's units, signs and axes, as cell or point data as `association`
     says.  `source_names` (a case's attribute of that name) settles which of the map's aliases was
-    read; without it the first alias in the file is taken.  Binary appended encoding;
-    the file appears only when it is complete.
-
+    read; without it the first alias in the file is taken.  `trained_on`, whether the model has seen
+    the case in training, goes into the file's description.  Binary appended encoding; the file
+    appears only when it is complete.
     Raises:
         DataError: the source cannot be read, or its rows are not those of the predictions.
     """
@@ -60,7 +61,7 @@ def write_vtp(
     for kind, fields in (("prediction", predictions), ("truth", truth or {})):
         _check_rows(fields, num_rows, f"{source_path} ({association}s)", kind)
     used = _add_arrays(mesh, predictions, truth or {}, field_map, association, source_names)
-    _write_polydata(mesh, _describe(field_map, association, used), out_path)
+    _write_polydata(mesh, _describe(field_map, association, used, trained_on), out_path)
     return out_path
 
 
@@ -122,17 +123,17 @@ def write_npz(
     *,
     field_map: Mapping[str, Any] | None = None,
     association: str | None = None,
+    trained_on: bool | None = None,
 ) -> Path:
     """Write canonical fields in source order, truth as `<name>_true`; the file is whole or absent.
 
-    With `field_map` (and `association`) the file also says how to go back to source units, which
-    `cpflare export` needs.
+    With `field_map` (and `association`) it also says how to go back to source units, for exports.
     """
     arrays: dict[str, Array] = {name: np.asarray(values) for name, values in predictions.items()}
     for name, values in (truth or {}).items():
         arrays[f"{name}_true"] = np.asarray(values)
     if field_map is not None:
-        arrays[DESCRIPTION] = np.array(_describe(field_map, association))
+        arrays[DESCRIPTION] = np.array(_describe(field_map, association, trained_on=trained_on))
     out_path = Path(out_path)
     with written_aside(out_path) as aside, aside.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -231,11 +232,10 @@ def _describe(
     field_map: Mapping[str, Any],
     association: str | None,
     source_names: Mapping[str, Sequence[str]] | None = None,
+    trained_on: bool | None = None,
 ) -> str:
-    return json.dumps(
-        {"association": association, "field_map": field_map, "source_names": source_names},
-        sort_keys=True,
-    )
+    known = {"association": association, "field_map": field_map, "source_names": source_names}
+    return json.dumps(known | {"trained_on": trained_on}, sort_keys=True)
 
 
 def _description(mesh: Any) -> dict[str, Any] | None:

@@ -62,6 +62,7 @@ class Predictor:
     field_map: Mapping[str, Any]
     topology: Topology
     out: Path
+    was_trained_on: Callable[[Case], bool | None] = lambda case: None
 
     def predict_cases(
         self, store: Store, cases: Sequence[str], source: Path | None = None
@@ -121,6 +122,7 @@ class Predictor:
                 self.field_map,
                 case.association,
                 source_names=case.attrs.get("source_names"),
+                trained_on=self.was_trained_on(case),
             )
         logger.warning("notice: %s; writing %s.npz", mesh, case.name)
         return write_npz(
@@ -129,6 +131,7 @@ class Predictor:
             truth,
             field_map=self.field_map,
             association=case.association,
+            trained_on=self.was_trained_on(case),
         )
 
     def predict_meshes(

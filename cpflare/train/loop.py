@@ -101,7 +101,7 @@ class Trainer:
             if topology.rank == 0 and not done:
                 if resume != "auto":
                     set_aside_other_run(self.run_dir, path, self.progress.step)
-                dataset = describe_dataset(self.store, self.normalizer)
+                dataset = describe_dataset(self.store, self.normalizer, self.train_cases)
                 write_config(self.run_dir, self.config, dataset)
         digest = broadcast_parameters(self.learner.model, topology.world_comm)
         if topology.rank == 0 and not done:

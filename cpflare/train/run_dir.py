@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import yaml
 
 from cpflare.config import Config, config_from_dict
 from cpflare.data.normalize import Normalizer
-from cpflare.data.store import Store
+from cpflare.data.store import Case, Store
 from cpflare.errors import ConfigError, DataError
 from cpflare.files import leftovers, one_line, remove, writing, written_aside
 
@@ -48,6 +48,15 @@ class RunDescription:
     def field_map(self) -> dict[str, Any]:
         """The field map of the store that the run was trained on."""
         return dict(self.dataset["field_map"])
+
+    def was_trained_on(self, case: Case) -> bool | None:
+        """Whether a case was trained on, by its name or its source's content; None where the run
+        does not say, as those of version 0.1.0 don't."""
+        known: Mapping[str, str | None] | None = self.dataset.get("train_cases")
+        if known is None:
+            return None
+        digest = case.attrs.get("source_checksum")
+        return case.name in known or (digest is not None and digest in known.values())
 
 
 @contextmanager
@@ -81,9 +90,15 @@ def hold_run(run_dir: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def describe_dataset(store: Store, normalizer: Normalizer) -> dict[str, Any]:
-    """The `dataset` section: field map (with winding and reference), statistics, identity."""
+def describe_dataset(
+    store: Store, normalizer: Normalizer, train_cases: Sequence[str]
+) -> dict[str, Any]:
+    """The `dataset` section: field map (with winding and reference), statistics, identity, and the
+    training cases with the checksums of their sources, where the store has them."""
     return {
+        "train_cases": {
+            name: store.case(name).attrs.get("source_checksum") for name in train_cases
+        },
         "name": store.dataset,
         "field_map": store.field_map,
         "store_identity": store.identity,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cpflare import cli
+from cpflare.data.store import Store
 from cpflare.errors import CpflareError
+from cpflare.evaluate.evaluate import evaluate_predictions
 from cpflare.files import checksum, explain
 from cpflare.parallel.runtime import run_guarded
 from data_prep.vtp_to_zarr import prepare
@@ -188,3 +192,19 @@ def test_toy_cars_never_take_the_place_of_a_store_that_is_not_there(tmp_path, mo
     (tmp_path / "data" / "quickstart" / "store" / "notes.txt").write_text("mine")
     with pytest.raises(CpflareError, match="a folder of other things"):
         train_cp.main(arguments[1:])
+
+
+def test_a_run_knows_what_it_was_trained_on_whatever_the_store_says_later(folder, tmp_path, capfd):
+    store = tmp_path / "store"
+    shutil.copytree(folder / "store", store)
+    opened = Store.open(store)
+    trained, held_out = opened.split("train")[0], opened.split("val")[0]
+    mark = json.loads((store / "cpflare.json").read_text())
+    mark["splits"] = {"train": [held_out], "val": [], "test": [trained]}
+    (store / "cpflare.json").write_text(json.dumps(mark))
+    arguments = ["--store", str(store), "--out", str(tmp_path / "out")]
+    predict_cp.main([str(folder / "run"), "--cases", f"{trained},{held_out}", *arguments])
+    assert f"notice: seen in training: {trained}\n" in capfd.readouterr().err
+    notices = evaluate_predictions(tmp_path / "out", Store.open(store))["notices"]
+    assert f"seen in training: {trained}" in notices
+    assert not any("perhaps seen" in notice for notice in notices)
