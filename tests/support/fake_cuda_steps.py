@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-
 from torch.utils._pytree import tree_leaves
 
 from cpflare.config import config_from_dict, load_config
