@@ -29,6 +29,9 @@ _OWN_S = 20.0
 _ANSWER_S = 10.0
 _NOTICE_S = 10.0
 
+_STDERR = threading.Lock()
+"""Descriptor 2 is the process's: of two threads, one would restore what the other put there."""
+
 
 def open_store(rank: int, world_size: int, timeout_s: float) -> Store:
     """The store that all ranks share; ranks started before rank 0 wait for it up to `timeout_s`.
@@ -171,12 +174,13 @@ def _unreached(host: str, port: int, why: str) -> str:
 @contextmanager
 def _no_stack_traces() -> Iterator[None]:
     """Keep what C++ writes at each try off standard error while inside."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+    with _STDERR:
+        sys.stderr.flush()
+        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            os.close(nowhere)

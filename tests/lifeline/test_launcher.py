@@ -136,8 +136,16 @@ def test_ranks_that_wait_for_others_end_with_a_launcher_behind_a_script(tmp_path
 
 
 def is_connected(pid):
-    files = list(Path(f"/proc/{pid}/fd").iterdir())
-    return any(os.path.islink(f) and os.readlink(f).startswith("socket:") for f in files)
+    return any(
+        target.startswith("socket:") for target in map(_target, Path(f"/proc/{pid}/fd").iterdir())
+    )
+
+
+def _target(file):
+    try:
+        return os.readlink(file)
+    except FileNotFoundError:  # closed since it was listed
+        return ""
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def test_ranks_wait_for_one_that_is_late(environment):
 def test_ranks_that_never_join_are_named(environment, capfd, monkeypatch):
     monkeypatch.setattr(rendezvous, "_NOTICE_S", 1.0)
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(meet, rank, 4, 1.5) for rank in range(2)]
+        waiting = [pool.submit(meet, rank, 4, 4.0) for rank in range(2)]
         for future in waiting:
             with pytest.raises(TopologyError, match="rank 2, 3 never joined: 2 of WORLD_SIZE=4"):
                 future.result()
