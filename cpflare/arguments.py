@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from dataclasses import fields
+from typing import Any, NoReturn, get_type_hints
 
-from cpflare.config import Config, mixer_names
+from cpflare.config import Config, ModelConfig, mixer_names, option_owners
 from cpflare.errors import ConfigError
 from cpflare.schema import in_words, keys_of
 
@@ -24,11 +25,30 @@ class Parser(argparse.ArgumentParser):
 
 def described_keys() -> Iterator[tuple[str, str, str, str]]:
     """Each key of the configuration, its default, the values that it takes, and what it is."""
+    last = [item.name for item in fields(ModelConfig)][-1]
     for key, (hint, default) in keys_of(Config).items():
-        shown = f"[{','.join(default)}]" if isinstance(default, list) else str(default)
-        shown = {"None": "null", "True": "true", "False": "false"}.get(shown, shown)
         values = " | ".join(mixer_names()) if key == "model.mixer" else in_words(hint)
-        yield key, shown, values, hint.__metadata__[-1]
+        yield key, _shown(default), values, hint.__metadata__[-1]
+        if key == f"model.{last}":
+            yield from _described_options()
+
+
+def _described_options() -> Iterator[tuple[str, str, str, str]]:
+    """The same of the mixers' own options."""
+    for name, kinds in option_owners().items():
+        owners = list(kinds)
+        defaults = {owner: _shown(getattr(kind(), name)) for owner, kind in kinds.items()}
+        first = defaults[owners[0]]
+        others = [f"{o}: {shown}" for o, shown in defaults.items() if shown != first]
+        hint = get_type_hints(kinds[owners[0]], include_extras=True)[name]
+        about = f"{', '.join(owners)}: {hint.__metadata__[-1]}"
+        about += f" ({'; '.join(others)})" if others else ""
+        yield f"model.{name}", first, in_words(hint), about
+
+
+def _shown(default: Any) -> str:
+    shown = f"[{','.join(map(str, default))}]" if isinstance(default, list) else str(default)
+    return {"None": "null", "True": "true", "False": "false"}.get(shown, shown)
 
 
 def describe_keys() -> str:

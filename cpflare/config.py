@@ -42,7 +42,10 @@ class DataConfig(Section):
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
-    """The network; the defaults are the published full-surface setting."""
+    """The network; the defaults are the published full-surface setting.
+
+    A mixer with options of its own has a subclass, which adds them (`cpflare.models.mixers`).
+    """
 
     mixer: Annotated[str, "how tokens communicate; none, for ablations: not at all"] = "flarepp"
     channels: Annotated[Count, "width of a token, a multiple of model.heads"] = 128
@@ -54,14 +57,10 @@ class ModelConfig(Section):
         Literal["auto", "layernorm", "rmsnorm"],
         "auto, as published: LayerNorm in fp32 and fp64 runs, RMSNorm in mixed precision",
     ] = "auto"
-    query: Annotated[
-        Literal["gated", "pure"], "pure: latent queries come from the tokens alone"
-    ] = "gated"
-    synthesis: Annotated[
-        Literal["shared", "separate", "tied"], "projections that synthesise latent queries"
-    ] = "shared"
-    gate_init: Annotated[Finite, "first value of the gate of model.query=gated"] = 0.25
     dropout: Annotated[Number, Ge(0), Lt(1), "share of values that training sets to 0"] = 0.0
+
+    def check(self, precision: str) -> None:
+        """What a mixer's own options ask of the rest. Raises ConfigError where it is not given."""
 
 
 @dataclass(frozen=True)
@@ -191,9 +190,11 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
     """Build a checked configuration from nested plain values; missing keys take their defaults."""
-    config: Config = build(Config, values)
+    sections, values = _sections(values)
+    config: Config = build(Config, values, sections)
     _check_fields(config.data)
     _check_model(config.model)
+    config.model.check(config.train.precision)
     _check_engine(config.engine)
     if config.model.norm != "auto":
         return config
@@ -244,6 +245,45 @@ def mixer_names() -> list[str]:
     from cpflare.models.mixers import MIXERS
 
     return list(MIXERS)
+
+
+def option_owners() -> dict[str, dict[str, type[ModelConfig]]]:
+    """The keys of section model that belong to mixers, each with the sections that have it."""
+    from cpflare.models.mixers import MIXERS
+
+    common = {item.name for item in dataclasses.fields(ModelConfig)}
+    owners: dict[str, dict[str, type[ModelConfig]]] = {}
+    for name, kind in MIXERS.items():
+        for item in dataclasses.fields(kind.config):
+            if item.name not in common:
+                owners.setdefault(item.name, {})[name] = kind.config
+    return owners
+
+
+def _sections(values: Mapping[str, Any]) -> tuple[dict[str, type], dict[str, Any]]:
+    """The class of section model that a mixer's options need, and the values without other mixers'
+    options, which may stand there at their defaults."""
+    from cpflare.models.mixers import MIXERS
+
+    values, model = dict(values), values.get("model")
+    given = dict(model) if isinstance(model, Mapping) else {}
+    mixer = given.get("mixer", ModelConfig.mixer)
+    if not isinstance(mixer, str) or mixer not in MIXERS:
+        mixer = ModelConfig.mixer  # which mixers there are is said later
+        known: set[str] = set(option_owners())
+    else:
+        known = {item.name for item in dataclasses.fields(MIXERS[mixer].config)}
+    for key, owners in option_owners().items():
+        if key in given and key not in known:
+            if given[key] not in [getattr(kind(), key) for kind in owners.values()]:
+                raise ConfigError(
+                    f"model.{key}={given[key]} is an option of model.mixer={' | '.join(owners)}, "
+                    f"not of {mixer}; leave it out"
+                )
+            del given[key]
+    if isinstance(model, Mapping):
+        values["model"] = given
+    return {"model": MIXERS[mixer].config}, values
 
 
 def _check_model(model: ModelConfig) -> None:

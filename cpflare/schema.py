@@ -5,6 +5,7 @@ A key's annotation holds its type, its limits and a sentence that says what it i
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import types
@@ -37,18 +38,29 @@ class Section:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
 
-def build(kind: Any, values: Mapping[str, Any]) -> Any:
+def build(kind: Any, values: Mapping[str, Any], sections: Mapping[str, type] | None = None) -> Any:
     """A dataclass of dataclasses from nested plain values; absent keys take their defaults.
+
+    `sections` are subclasses of sections' classes, by name, that take their places.
 
     Raises:
         ConfigError: a key is unknown (the nearest known one is named), a value is of another type
             or beyond its limits.
     """
     given = {name: {} if keys is None else keys for name, keys in values.items()}
+    extended = _extended(kind, tuple((sections or {}).items()))
     try:
-        return _adapter(kind).validate_python(given)
+        checked = _adapter(extended).validate_python(given)
     except ValidationError as error:
-        raise ConfigError(_sentence(kind, given, error.errors())) from None
+        raise ConfigError(_sentence(extended, given, error.errors())) from None
+    return kind(**{item.name: getattr(checked, item.name) for item in dataclasses.fields(kind)})
+
+
+@functools.cache
+def _extended(kind: Any, sections: tuple[tuple[str, type], ...]) -> Any:
+    """A dataclass with the classes of some of its sections replaced."""
+    replaced = [(name, part, dataclasses.field(default_factory=part)) for name, part in sections]
+    return dataclasses.make_dataclass(kind.__name__, replaced, bases=(kind,), frozen=True)
 
 
 _adapter = functools.cache(TypeAdapter)
@@ -101,6 +113,7 @@ _KINDS = {
     str: "a text",
     bool: "true or false",
     list[str]: "a list of names",
+    list[float]: "a list of numbers",
     type(None): "null",
 }
 _LIMITS = {

@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 from cpflare.arguments import describe_keys, described_keys, keys_page
-from cpflare.config import Config, config_from_dict, load_config, parse_bytes
+from cpflare.config import Config, config_from_dict, load_config, option_owners, parse_bytes
 from cpflare.errors import ConfigError
 from cpflare.models.mixers import MIXERS
 from support.paths import ROOT
@@ -198,10 +198,22 @@ def test_the_page_on_the_keys_is_what_they_say_of_themselves():
     page = (ROOT / "docs" / "config.md").read_text()
     assert page == keys_page() + "\n", "python -m cpflare.arguments > docs/config.md"
     keys = {f"{part}.{name}" for part, names in Config().to_dict().items() for name in names}
+    keys |= {f"model.{name}" for name in option_owners()}
     assert {key for key, *_ in described_keys()} == keys
     for key, default, values, about in described_keys():
         assert f"\n  {key}={default} " in describe_keys()
         assert f"{values}\n      {about}" in describe_keys()
+
+
+def test_an_option_belongs_to_its_mixer():
+    assert load_config(None, ["model.query=pure"]).model.query == "pure"
+    with pytest.raises(ConfigError, match=r"model\.query=pure is an option of .*, not of flare;"):
+        load_config(None, ["model.mixer=flare", "model.query=pure"])
+    # At its default it says nothing, and configurations of earlier versions have it.
+    config = load_config(None, ["model.mixer=flare", "model.query=gated"])
+    assert "query" not in config.to_dict()["model"]
+    with pytest.raises(ConfigError, match=r"model\.qerry.*did you mean model\.query\?"):
+        load_config(None, ["model.qerry=pure"])
 
 
 def test_a_file_and_overrides_the_last_of_which_wins(tmp_path):

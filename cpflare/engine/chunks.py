@@ -50,3 +50,12 @@ def default_chunk_tokens(x: Tensor, width: int) -> int:
 def cpu_chunk_tokens(width: int, element_bytes: int) -> int:
     """Tokens of a chunk on a CPU, for activations of `width` channels of `element_bytes` each."""
     return max(CPU_CHUNK_BYTES // (width * element_bytes), _LEAST_CPU_CHUNK)
+
+
+def gpu_chunk_tokens(width: int, widest: int) -> int:
+    """Tokens of a streamed chunk on a GPU, for a model of `width` channels.
+
+    `widest`: values a token of the widest tensor that the chunk makes. Up to four times the width
+    the hidden layer of a feed-forward network goes.
+    """
+    return max(GPU_CHUNK * min(4 * width, widest) // widest, 1)

@@ -39,8 +39,9 @@ def compile_local(model: Backbone) -> Backbone:
             "it, name another one in the variable CXX, or set engine.compile=false"
         )
     model.__class__ = CompiledBackbone
-    for block in model.blocks:
-        block.__class__ = CompiledBlock
+    for step in model.steps:
+        if isinstance(step, Block):
+            step.__class__ = CompiledBlock
     return model
 
 
@@ -59,18 +60,19 @@ class CompiledBackbone(Backbone):
 
 
 class CompiledBlock(Block):
-    """A block whose token-local parts are compiled; dropout and the shortest chunks run eagerly.
+    """A block whose token-local parts are compiled; the shortest chunks run eagerly, and so do
+    dropout and mixers that read the site.
 
     The block is an argument of what is compiled, so that all blocks share one program.
     """
 
-    def tokens(self, x: Tensor) -> Tokens:
+    def tokens(self, x: Tensor, site: Site) -> Tokens:
         """Tokens that make what one stage reads in one compiled call."""
-        eager = super().tokens(x)
-        if not _compiles(x):
+        eager = super().tokens(x, site)
+        if self.needs or not _compiles(x):
             return eager
         groups: dict[str, tuple[str, ...]] = {name: (name,) for name in eager.names}
-        for stage in self.mixer.stages:
+        for stage in self.stages:
             groups |= dict.fromkeys(stage.reads, stage.reads)
 
         def maker(name: str) -> Callable[[Tokens], Tensor]:
@@ -84,14 +86,14 @@ class CompiledBlock(Block):
         return Tokens({name: maker(name) for name in eager.names})
 
     def mix(self, x: Tensor, tokens: Tokens, state: State, site: Site) -> Tensor:
-        if site.rows is not None or not _compiles(x, *tokens.computed.values()):
+        if not site.is_empty or not _compiles(x, *tokens.computed.values()):
             return super().mix(x, tokens, state, site)
         # One layout, however many chunks the state was merged from.
         state = {name: t.contiguous() for name, t in state.items()}
         return _compiled(_mix)(self, x, tokens.computed, state)  # type: ignore[no-any-return]
 
     def feed(self, x: Tensor, site: Site) -> Tensor:
-        if site.rows is not None or not _compiles(x):
+        if not site.is_empty or not _compiles(x):
             return super().feed(x, site)
         return _compiled(_feed)(self, x)  # type: ignore[no-any-return]
 
@@ -107,12 +109,12 @@ def _compiles(x: Tensor, *computed: Tensor) -> bool:
 
 
 def _read(block: Block, x: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-    tokens = Block.tokens(block, x)
+    tokens = Block.tokens(block, x, Site())
     return tuple(tokens[name] for name in names)
 
 
 def _mix(block: Block, x: Tensor, computed: Mapping[str, Tensor], state: State) -> Tensor:
-    tokens = Block.tokens(block, x)
+    tokens = Block.tokens(block, x, Site())
     tokens.computed.update(computed)
     return Block.mix(block, x, tokens, state, Site())
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from cpflare.config import EngineConfig, parse_bytes
-from cpflare.engine.chunks import GPU_CHUNK, default_chunk_tokens
+from cpflare.engine.chunks import default_chunk_tokens, gpu_chunk_tokens
 from cpflare.engine.compilation import compile_local
 from cpflare.engine.in_memory import run_in_memory
 from cpflare.engine.streamed import StreamedExecutor
@@ -29,7 +29,7 @@ def configure(model: Backbone, engine: EngineConfig) -> Backbone:
     model.chunk_tokens = engine.chunk_tokens
     if engine.executor == "streamed":
         if engine.chunk_tokens is None and device.type != "cpu":
-            model.chunk_tokens = GPU_CHUNK
+            model.chunk_tokens = gpu_chunk_tokens(model.width, model.widest)
         model.executor = StreamedExecutor(
             keep_every=engine.recompute if isinstance(engine.recompute, int) else 1,
             half=engine.offload == "bf16",
@@ -55,16 +55,19 @@ def predicting(model: Backbone, num_tokens: int, engine: EngineConfig) -> Iterat
     """
     before = model.executor, model.chunk_tokens
     parameter = next(model.parameters())
-    default = default_chunk_tokens(parameter.new_empty(1, 0, 1), model.width)
-    chunk = engine.chunk_tokens or (default if parameter.device.type == "cpu" else GPU_CHUNK)
+    default = default_chunk_tokens(parameter.new_empty(1, 0, 1), model.widest)
+    if parameter.device.type != "cpu":
+        default = gpu_chunk_tokens(model.width, model.widest)
+    chunk = engine.chunk_tokens or default
     keep_none = False
     limit = parse_bytes(engine.memory_limit)
     if limit is not None:
         per_token = model.width * parameter.element_size()
-        outputs = num_tokens * model.out_proj.fc2.out_features * parameter.element_size()
+        working = _WORKING_SET * max(per_token, model.widest * parameter.element_size() // 4)
+        outputs = num_tokens * model.out_channels * parameter.element_size()
         free = limit - _held(parameter.device) - outputs
-        keep_none = free - num_tokens * per_token < _WORKING_SET * per_token * min(chunk, 256)
-        fits = (free - (0 if keep_none else num_tokens * per_token)) // (_WORKING_SET * per_token)
+        keep_none = free - num_tokens * per_token < working * min(chunk, 256)
+        fits = (free - (0 if keep_none else num_tokens * per_token)) // working
         if fits < 1:
             raise ConfigError(
                 f"engine.memory_limit={engine.memory_limit} is below the {_held(parameter.device)} "

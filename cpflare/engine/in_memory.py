@@ -10,7 +10,7 @@ from torch import Tensor
 from cpflare.engine.chunks import chunk_bounds
 from cpflare.engine.modules import require_no_hooks, with_leaves
 from cpflare.engine.recompute import recomputed
-from cpflare.models.backbone import Backbone, Block, Site
+from cpflare.models.backbone import Backbone, Site, Step
 from cpflare.models.mixer import reduce_stages
 from cpflare.ops import Reducer
 
@@ -18,22 +18,21 @@ from cpflare.ops import Reducer
 def run_in_memory(model: Backbone, inputs: Tensor, site: Site) -> Tensor:
     """inputs [B, n, F] -> outputs [B, n, O]. Communication: as the model's own forward."""
     require_no_hooks(model.blocks)
-    bounds = chunk_bounds(inputs, model.width, model.chunk_tokens)
+    bounds = chunk_bounds(inputs, model.widest, model.chunk_tokens)
     sites = [site.part(rows) for rows in bounds]
     xs = [model.embed(inputs[:, rows]) for rows in bounds]  # [B, n, C] each
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        xs = run_block(block, xs, model.reducer, sites)
+    for step in model.steps:
+        xs = run_block(step, xs, model.reducer, sites)
     outputs = [model.head(x) for x in xs]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def run_block(
-    block: Block, xs: Sequence[Tensor], reducer: Reducer, sites: Sequence[Site]
+    block: Step, xs: Sequence[Tensor], reducer: Reducer, sites: Sequence[Site]
 ) -> list[Tensor]:
-    """All chunks of this rank's tokens through a block. Communication: one reduction a stage."""
-    tokens = [block.tokens(x) for x in xs]
-    state = reduce_stages(block.mixer, tokens, reducer)
+    """All chunks of this rank's tokens through a step. Communication: one reduction a stage."""
+    tokens = [block.tokens(x, site) for x, site in zip(xs, sites, strict=True)]
+    state = reduce_stages(block, tokens, reducer)
     feed = _feeding(block)
     return [
         feed(block.mix(x, chunk, state, site), site)
@@ -41,14 +40,14 @@ def run_block(
     ]
 
 
-def _feeding(block: Block) -> Callable[[Tensor, Site], Tensor]:
+def _feeding(block: Step) -> Callable[[Tensor, Site], Tensor]:
     """The feed-forward network without keeping its hidden layer, most of what a block would hold:
     the backward computes it again. A compiler makes that choice by itself."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not block.fed or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return block.feed
     parameters = list(block.parameters())
     twin, leaves = with_leaves(block, parameters)
-    own = {id(p) for part in (block.norm2, block.ffn) for p in part.parameters()}
+    own = {id(p) for part in block.fed for p in part.parameters()}
     used = [(p, leaf) for p, leaf in zip(parameters, leaves, strict=True) if id(p) in own]
     given, read = zip(*used, strict=True)
     return lambda x, site: recomputed(lambda x: twin.feed(x, site), x, given, read)

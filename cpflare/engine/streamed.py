@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from cpflare.engine.activations import ActivationStore, NoActivations
 from cpflare.engine.chunks import chunk_bounds
 from cpflare.engine.modules import require_no_hooks, with_leaves
-from cpflare.models.backbone import Backbone, Block, Site
+from cpflare.models.backbone import Backbone, Site, Step
 from cpflare.models.mixer import Pull, Reduction, Stage, State, Tokens
 
 
@@ -49,7 +49,7 @@ class StreamedExecutor:
         store = ActivationStore(
             inputs.shape[1], half=self.half, host=self.host, in_place=not with_grad
         )
-        bounds = chunk_bounds(inputs, model.width, model.chunk_tokens)
+        bounds = chunk_bounds(inputs, model.widest, model.chunk_tokens)
         chunks = [(rows, site.part(rows)) for rows in bounds]
         if with_grad:
             parameters = list(model.parameters())
@@ -59,7 +59,7 @@ class StreamedExecutor:
         sweep = Sweep(model, store, chunks, self.keep_every)
         if self.keep_none:
             sweep.store = NoActivations(
-                inputs.shape[1], lambda index, rows: sweep.block_input(index, inputs[:, rows])
+                inputs.shape[1], lambda index, rows: sweep.block_input(index, inputs, rows)
             )
         return sweep.forward(inputs)
 
@@ -124,11 +124,8 @@ class Sweep:
         self.leaves = leaves
         self.memories: list[BlockMemory] = []
         self.is_spent = False
+        self.d_inputs: Tensor | None = None
         self.autocast = _current_autocast(next(model.parameters()).device)
-
-    @property
-    def blocks(self) -> list[Block]:
-        return list(self.model.blocks)  # type: ignore[arg-type]
 
     # ---- forward ----------------------------------------------------------------------------
 
@@ -138,7 +135,7 @@ class Sweep:
             if self.store.keeps:
                 for rows, _ in self.chunks:
                     self.store.put(0, rows, self.model.embed(inputs[:, rows]))
-            for index, block in enumerate(self.blocks):
+            for index, block in enumerate(self.model.steps):
                 self.memories.append(self._reduce(block, index, inputs.shape[0]))
                 if self.store.keeps:
                     self._emit(index)
@@ -157,10 +154,10 @@ class Sweep:
         assert outputs is not None
         return outputs
 
-    def _reduce(self, block: Block, index: int, batch: int) -> BlockMemory:
+    def _reduce(self, block: Step, index: int, batch: int) -> BlockMemory:
         """A block's stages, one sweep each. Communication: one reduction a stage."""
         memory = BlockMemory()
-        stages = block.mixer.stages
+        stages = block.stages
         sweeps = [self._tokens(block, stage, index) for stage in stages]
         ahead: list[Tokens] = []
         for stage, sweep, following in zip(stages, sweeps, [*sweeps[1:], iter(())], strict=False):
@@ -173,24 +170,25 @@ class Sweep:
             memory.state |= new
         return memory
 
-    def _tokens(self, block: Block, stage: Stage, index: int) -> Iterator[Tokens]:
+    def _tokens(self, block: Step, stage: Stage, index: int) -> Iterator[Tokens]:
         """The chunks' tokens, with what the stage reads already computed."""
-        for rows, _ in self.chunks:
-            yield block.tokens(self.store.get(index, rows)).prepare(stage.reads)
+        for rows, site in self.chunks:
+            yield block.tokens(self.store.get(index, rows), site).prepare(stage.reads)
 
-    def block_input(self, index: int, inputs: Tensor) -> Tensor:
-        """A chunk's input of a block, from the network's inputs [B, m, F]."""
-        x = self.model.embed(inputs)
-        for block, memory in zip(self.blocks[:index], self.memories, strict=False):
-            x = block.emit(x, block.tokens(x), memory.state, Site())
+    def block_input(self, index: int, inputs: Tensor, rows: slice) -> Tensor:
+        """A chunk's input of a block, from the network's inputs [B, n, F]."""
+        x = self.model.embed(inputs[:, rows])
+        site = next(site for known, site in self.chunks if known == rows)
+        for block, memory in zip(self.model.steps[:index], self.memories, strict=False):
+            x = block.emit(x, block.tokens(x, site), memory.state, site)
         return x
 
     def _emit(self, index: int) -> None:
         """From a block's input to its output, which is the next one's input."""
-        block, state = self.blocks[index], self.memories[index].state
+        block, state = self.model.steps[index], self.memories[index].state
         for rows, site in self.chunks:
             x = self.store.get(index, rows)
-            self.store.put(index + 1, rows, block.emit(x, block.tokens(x), state, site))
+            self.store.put(index + 1, rows, block.emit(x, block.tokens(x, site), state, site))
 
     # ---- backward ---------------------------------------------------------------------------
 
@@ -200,6 +198,7 @@ class Sweep:
         Communication: one all-reduce a stage.
         """
         self.is_spent = True
+        self.d_inputs = torch.zeros_like(inputs) if needs_inputs else None
         last = len(self.memories)
         grads = ActivationStore(self.store.tokens)  # of the input of the block at hand, at index 0
         for rows, _ in self.chunks:
@@ -213,15 +212,14 @@ class Sweep:
             self._recompute(index)
             self._backward_block(index, grads)
             self.store.free(index)
-        d_inputs = torch.empty_like(inputs) if needs_inputs else None
         for rows, _ in self.chunks:
             chunk = inputs[:, rows].detach().requires_grad_(needs_inputs)
             with self._recording():
                 x = self.model.embed(chunk)
             _pull([(x, grads.get(0, rows))])
-            if d_inputs is not None:
-                d_inputs[:, rows] = _grad(chunk)
-        return d_inputs
+            if self.d_inputs is not None:
+                self.d_inputs[:, rows] += _grad(chunk)
+        return self.d_inputs
 
     def _recompute(self, index: int) -> None:
         """Bring back a block input that was not kept, and those after the last kept one."""
@@ -234,19 +232,23 @@ class Sweep:
 
     def _backward_block(self, index: int, grads: ActivationStore) -> None:
         """Communication: one all-reduce a stage."""
-        block, memory = self.blocks[index], self.memories[index]
-        state = {name: t.detach().requires_grad_() for name, t in memory.state.items()}
+        block, memory = self.model.steps[index], self.memories[index]
+        state = {
+            name: t.detach().requires_grad_(t.is_floating_point())
+            for name, t in memory.state.items()
+        }
         for rows, site in self.chunks:
             x = self._leaf(index, rows)
-            with self._recording():
-                out = block.emit(x, block.tokens(x), state, site)
-            _pull([(out, grads.get(0, rows))])
+            with self._reading(rows, site) as here:
+                with self._recording():
+                    out = block.emit(x, block.tokens(x, here), state, here)
+                _pull([(out, grads.get(0, rows))])
             grads.put(0, rows, _grad(x))
         for stage in reversed(memory.stages):
             self._backward_stage(block, stage, state, index, grads)
 
     def _backward_stage(
-        self, block: Block, memory: Memory, state: State, index: int, grads: ActivationStore
+        self, block: Step, memory: Memory, state: State, index: int, grads: ActivationStore
     ) -> None:
         """From the gradients of the state that a stage produced to those of its tokens and of what
         it was opened with.
@@ -259,11 +261,12 @@ class Sweep:
             new = stage.finish(output, state)
         _pull([(new[name], _grad(state[name])) for name in memory.produced])
         adjoint = memory.reduction.adjoint(_grad(output), self.model.reducer)
-        for rows, _ in self.chunks:
+        for rows, site in self.chunks:
             x = self._leaf(index, rows)
-            with self._recording():
-                chunk = adjoint.chunk(block.tokens(x))
-            _pull(chunk)
+            with self._reading(rows, site) as here:
+                with self._recording():
+                    chunk = adjoint.chunk(block.tokens(x, here))
+                _pull(chunk)
             grads.put(0, rows, grads.get(0, rows) + _grad(x))
         with self._recording():
             opened = adjoint.close(state)
@@ -271,6 +274,16 @@ class Sweep:
 
     def _leaf(self, index: int, rows: slice) -> Tensor:
         return self.store.get(index, rows).detach().requires_grad_()
+
+    @contextmanager
+    def _reading(self, rows: slice, site: Site) -> Iterator[Site]:
+        """A chunk's site, whose inputs' gradient is added to the others where it is asked for."""
+        if self.d_inputs is None or site.inputs is None:
+            yield site
+            return
+        leaf = site.inputs.detach().requires_grad_()
+        yield replace(site, inputs=leaf)
+        self.d_inputs[:, rows] += _grad(leaf)
 
     @contextmanager
     def _recording(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cpflare.models.site import Site
 from cpflare.ops import Reducer
 
 State = dict[str, Tensor]
@@ -120,15 +121,20 @@ class Stage(Protocol):
 
 
 class Mixer(Protocol):
-    """What a block needs of a mixer."""
+    """What a block needs of a mixer.
+
+    It may say more of itself, each with a default: `needs`, what it reads of the site, as a step
+    does; `widest`, the values that a token's widest tensor has, where these are more than its channels;
+    `has_feed`, false where the block is to have no feed-forward network.
+    """
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The reductions, in order; a later one may use the state of the earlier ones."""
         ...
 
-    def tokens(self, x: Tensor) -> Tokens:
-        """Token-local tensors of normalised tokens x [B, n, C]."""
+    def tokens(self, x: Tensor, site: Site) -> Tokens:
+        """Token-local tensors of normalised tokens x [B, n, C], and of what is known of them."""
         ...
 
     def emit(self, tokens: Tokens, state: State) -> Tensor:
@@ -136,8 +142,15 @@ class Mixer(Protocol):
         ...
 
 
-def reduce_stages(mixer: Mixer, chunks: Sequence[Tokens], reducer: Reducer) -> State:
-    """Run a mixer's stages over all chunks of this rank's tokens, under autograd.
+class Reduces(Protocol):
+    """What has stages: a mixer, or a step of a model."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]: ...
+
+
+def reduce_stages(mixer: Reduces, chunks: Sequence[Tokens], reducer: Reducer) -> State:
+    """Run the stages over all chunks of this rank's tokens, under autograd.
 
     Communication: one reduction a stage; while it is on its way, what the next stage reads is made.
     """

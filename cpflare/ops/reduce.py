@@ -40,6 +40,45 @@ class SumOverRanks(torch.autograd.Function):
         return None, None, sum_state_gradient(grad, ctx.dtype, ctx.comm).to(ctx.dtype)
 
 
+class GatherOverRanks(torch.autograd.Function):
+    """Forward: the ranks' rows side by side, for which `wait` waits. Backward: the sum over ranks
+    of the partial gradients, of which a rank keeps its own rows.
+
+    [B, H, n, D] -> [B, H, N, D]
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, comm: Communicator, wait: Result, counts: Sequence[int], rows: Tensor
+    ) -> Tensor:
+        ctx.comm, ctx.counts, ctx.dtype = comm, counts, rows.dtype
+        return wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor]:
+        whole = sum_state_gradient(grad, ctx.dtype, ctx.comm)
+        start = sum(ctx.counts[: ctx.comm.rank])
+        own = whole.narrow(-2, start, ctx.counts[ctx.comm.rank])
+        return None, None, None, own.to(ctx.dtype)
+
+
+def start_gather(rows: Tensor, counts: Sequence[int], comm: Communicator) -> Result:
+    """Bring all ranks' rows [B, H, n, D] together, [B, H, N, D], in the order of the ranks.
+
+    Communication: one all-gather of B·H·D values times the longest shard's tokens.
+    """
+    padded = rows.new_zeros((*rows.shape[:-2], max(counts), rows.shape[-1]))
+    padded[..., : rows.shape[-2], :] = rows
+    wait = comm.start_all_gather(padded)
+
+    def joined() -> Tensor:
+        parts = zip(wait(), counts, strict=True)
+        return torch.cat([part[..., :count, :] for part, count in parts], dim=-2)
+
+    return joined
+
+
 class Reducer:
     """How tokens are reduced: over this rank's tokens and then over the ranks of `comm`."""
 
@@ -81,6 +120,33 @@ class Reducer:
         )
         wait = self.comm.start_all_reduce(total)
         return lambda: SumOverRanks.apply(self.comm, wait, partial)  # type: ignore[no-untyped-call]
+
+    def place(self, tokens: int) -> tuple[int, int]:
+        """Where this rank's tokens begin among the case's, and how many the case has.
+
+        Communication: one all-gather of an integer.
+        """
+        counts = self.counts(tokens)
+        return sum(counts[: self.comm.rank]), sum(counts)
+
+    def counts(self, tokens: int) -> list[int]:
+        """The tokens of every rank. Communication: one all-gather of an integer."""
+        own = torch.tensor(tokens, device=self.comm.device)
+        return [int(count) for count in self.comm.all_gather(own).tolist()]
+
+    def start_gather(self, rows: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]:
+        """The rows of all ranks side by side, under autograd, in two parts.
+
+        rows [B, H, n, D] of this rank's `counts[rank]` tokens -> [B, H, N, D]
+        Communication: one all-gather padded to the longest shard forward, and backward one
+        all-reduce of the whole's size.
+        """
+        wait = start_gather(rows.detach(), counts, self.comm)
+        return lambda: GatherOverRanks.apply(self.comm, wait, counts, rows)  # type: ignore[no-untyped-call]
+
+    def start_gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]:
+        """The same without autograd."""
+        return start_gather(rows, counts, self.comm)
 
     def sum_gradient(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
         """The gradient of a replicated tensor of `dtype`, from this rank's part of it.

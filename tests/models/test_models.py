@@ -126,7 +126,7 @@ def test_dropout_draws_anew_in_every_layer_and_with_the_run_s_seed(monkeypatch):
         keys.append((key["seed"], key["step"], key["layer"]))
         return x
 
-    monkeypatch.setattr("cpflare.models.backbone.token_dropout", record)
+    monkeypatch.setattr("cpflare.models.site.token_dropout", record)
     values = {"model": {"blocks": 3, "dropout": 0.3, "channels": 8}, "train": {"seed": 11}}
     model = build_model(config_from_dict(values)).train()
     model(torch.randn(2, 6), torch.arange(2), 5)

@@ -50,7 +50,7 @@ class OwnMixer(nn.Module):
         count = torch.ones_like(k).sum(dim=-2)[..., None]
         return torch.cat([k.mT @ v, count], dim=-1)
 
-    def tokens(self, x):
+    def tokens(self, x, site):
         return Tokens(
             {
                 "k": lambda _: split_heads(self.key_proj(x), self.heads),

@@ -7,33 +7,54 @@ stages. A new one is a file here and a line in `MIXERS`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
 
 from cpflare.config import ModelConfig
+from cpflare.models import naive
 from cpflare.models.mixer import Mixer
 from cpflare.models.mixers.flare import FlareMixer
-from cpflare.models.mixers.flarepp import FlarePPMixer
+from cpflare.models.mixers.flarepp import FlarePPConfig, FlarePPMixer
 from cpflare.models.mixers.none import NoMixer
+from cpflare.models.parts import Parts, backbone_parts
 
 
 @dataclass(frozen=True)
 class MixerKind:
-    """How a mixer is called on pages and plots, and how it is built from a configuration."""
+    """How a mixer is called on pages and plots, and how it is built from a configuration.
+
+    `config` is the section with its own options; `naive` is its formula over all tokens of a case,
+    for the tests: (mixer, x [B, N, C], site) -> [B, N, C]. A complete architecture has no `build`
+    but `parts`, the whole model's, from (config, input channels, output channels), and its naive
+    form takes a step in place of the mixer.
+    """
 
     title: str
-    build: Callable[[ModelConfig], Mixer]
+    build: Callable[[Any], Mixer] | None
+    config: type[ModelConfig] = ModelConfig
+    naive: Callable[[Any, Tensor, Any], Tensor] | None = None
+    parts: Callable[[Any, int, int], Parts] | None = None
 
 
 MIXERS: dict[str, MixerKind] = {
-    "flare": MixerKind("FLARE", FlareMixer.from_config),
-    "flarepp": MixerKind("FLARE++", FlarePPMixer.from_config),
-    "none": MixerKind("no mixer", NoMixer.from_config),
+    "flare": MixerKind("FLARE", FlareMixer.from_config, naive=naive.flare),
+    "flarepp": MixerKind("FLARE++", FlarePPMixer.from_config, FlarePPConfig, naive.flarepp),
+    "none": MixerKind("no mixer", NoMixer.from_config, naive=naive.none),
 }
 
 
-def build_mixer(config: ModelConfig) -> Mixer:
-    """A mixer with the configuration's sizes and options."""
-    return MIXERS[config.mixer].build(config)
+def build_parts(config: ModelConfig, in_channels: int, out_channels: int) -> Parts:
+    """The modules of a model with the configuration's sizes, mixer and options."""
+    kind = MIXERS[config.mixer]
+    if not isinstance(config, kind.config):  # the mixer's options at their defaults
+        config = kind.config(**asdict(config))
+    if kind.parts is not None:
+        return kind.parts(config, in_channels, out_channels)
+    assert kind.build is not None
+    mixers = [kind.build(config) for _ in range(config.blocks)]
+    return backbone_parts(config, in_channels, out_channels, mixers)
 
 
 def mixer_title(name: str) -> str:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from cpflare.config import ModelConfig
 from cpflare.models.layers import TokenProjection, latent_parameter, merge_heads, split_heads
 from cpflare.models.mixer import State, Tokens, to_attention_dtype
+from cpflare.models.site import Site
 from cpflare.models.stages import SoftmaxStage
 from cpflare.ops import decode
 
@@ -43,7 +44,7 @@ class FlareMixer(nn.Module):
         )
         return (gather,)
 
-    def tokens(self, x: Tensor) -> Tokens:
+    def tokens(self, x: Tensor, site: Site) -> Tokens:
         return Tokens(
             {
                 "k": lambda _: split_heads(self.key_proj(x), self.heads),

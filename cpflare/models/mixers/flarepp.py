@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -14,8 +17,23 @@ from cpflare.models.layers import (
     split_heads,
 )
 from cpflare.models.mixer import State, Tokens, to_attention_dtype
+from cpflare.models.site import Site
 from cpflare.models.stages import SoftmaxStage
 from cpflare.ops import decode
+from cpflare.schema import Finite
+
+
+@dataclass(frozen=True)
+class FlarePPConfig(ModelConfig):
+    """The options of FLARE++."""
+
+    query: Annotated[
+        Literal["gated", "pure"], "pure: latent queries come from the tokens alone"
+    ] = "gated"
+    synthesis: Annotated[
+        Literal["shared", "separate", "tied"], "projections that synthesise latent queries"
+    ] = "shared"
+    gate_init: Annotated[Finite, "first value of the gate of model.query=gated"] = 0.25
 
 
 class FlarePPMixer(nn.Module):
@@ -63,7 +81,7 @@ class FlarePPMixer(nn.Module):
         self.out_proj = nn.Linear(channels, channels)
 
     @classmethod
-    def from_config(cls, config: ModelConfig) -> FlarePPMixer:
+    def from_config(cls, config: FlarePPConfig) -> FlarePPMixer:
         return cls(
             config.channels,
             config.heads,
@@ -103,7 +121,7 @@ class FlarePPMixer(nn.Module):
         reference: Tensor = self.plain_norm(self.reference_queries)
         return reference + gate * dynamic.to(reference.dtype)
 
-    def tokens(self, x: Tensor) -> Tokens:
+    def tokens(self, x: Tensor, site: Site) -> Tokens:
         def synthesis_source(t: Tokens) -> Tensor:
             if self.synthesis == "tied":
                 return t["k_raw"]

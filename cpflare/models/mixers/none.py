@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from cpflare.config import ModelConfig
 from cpflare.models.mixer import Stage, State, Tokens
+from cpflare.models.site import Site
 
 
 class NoMixer(nn.Module):
@@ -18,7 +19,7 @@ class NoMixer(nn.Module):
     def from_config(cls, config: ModelConfig) -> NoMixer:
         return cls()
 
-    def tokens(self, x: Tensor) -> Tokens:
+    def tokens(self, x: Tensor, site: Site) -> Tokens:
         return Tokens({"x": lambda _: x})
 
     def emit(self, tokens: Tokens, state: State) -> Tensor:
