@@ -119,9 +119,19 @@ class TokenProjection(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
+class OrthogonalProjection(nn.Linear):
+    """A projection that starts with orthonormal rows, or columns, and zero bias."""
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        nn.init.orthogonal_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
 def initialise_linear(module: nn.Module) -> None:
-    """Linear weights N(0, 0.02) and zero bias; projections of tokens near the identity."""
-    if isinstance(module, TokenProjection):
+    """Linear weights N(0, 0.02) and zero bias; those that start in another way do so."""
+    if isinstance(module, TokenProjection | OrthogonalProjection):
         module.initialise()
     elif isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=INIT_STD)

@@ -1,4 +1,4 @@
-"""The kinds of reduce stages: softmax over all tokens, sum, and weighted mean.
+"""The kinds of reduce stages: softmax over all tokens, sum, weighted mean, and rows side by side.
 
 A kind brings the same reduction twice: `reduce` under autograd for the in-memory executor, and
 `open` with its adjoint by hand for the streamed one, which holds no graph over the chunks.
@@ -199,7 +199,15 @@ def weighted_mean(weights: str, values: str, finish: Finish, *, eps: float = 1e-
             w, v = w.to(stats), v.to(stats)
             return torch.cat([w.mT @ v, w.sum(dim=-2)[..., None]], dim=-1)  # [B, H, M, D+1]
 
+    return mean_of(part, tuple(dict.fromkeys((weights, values))), finish, eps=eps)
+
+
+def mean_of(
+    part: Callable[[Tokens], Tensor], reads: tuple[str, ...], finish: Finish, *, eps: float = 1e-5
+) -> SumStage:
+    """A weighted mean whose `part` [..., D+1] makes numerator and mass of a chunk by itself."""
+
     def divide(total: Tensor, state: State) -> State:
         return finish(total[..., :-1] / (total[..., -1:] + eps), state)
 
-    return SumStage(part, tuple(dict.fromkeys((weights, values))), divide)
+    return SumStage(part, reads, divide)
