@@ -38,6 +38,7 @@ class Backbone(nn.Module):
         position: slice | None = None,
     ) -> None:
         super().__init__()
+        self.mixer_name = config.mixer
         self.width, self.dropout, self.seed = config.channels, config.dropout, seed
         self.in_channels, self.out_channels, self.position = in_channels, out_channels, position
         parts = build_parts(config, in_channels, out_channels)
@@ -86,7 +87,7 @@ class Backbone(nn.Module):
                 f"{self.in_channels}]"
             )
         batched = inputs if inputs.ndim == 3 else inputs[None]
-        site = self._site(batched, rows, step)
+        site = self.site_of(batched, rows, step)
         outputs = (self.executor or run_whole)(self, batched, site)
         return outputs if inputs.ndim == 3 else outputs[0]
 
@@ -100,7 +101,8 @@ class Backbone(nn.Module):
         out: Tensor = self.out_proj(self.out_norm(x))
         return out
 
-    def _site(self, inputs: Tensor, rows: Tensor | None, step: int) -> Site:
+    def site_of(self, inputs: Tensor, rows: Tensor | None, step: int) -> Site:
+        """What the steps want to know of this rank's tokens, inputs [B, n, F]; see `forward`."""
         dropout = self.dropout if self.training else 0.0
         needs = self.needs
         if dropout == 0 and not needs:

@@ -124,8 +124,8 @@ class Mixer(Protocol):
     """What a block needs of a mixer.
 
     It may say more of itself, each with a default: `needs`, what it reads of the site, as a step
-    does; `widest`, the values that a token's widest tensor has, where these are more than its channels;
-    `has_feed`, false where the block is to have no feed-forward network.
+    does; `widest`, the values that a token's widest tensor has, where these are more than its
+    channels; `has_feed`, false where the block is to have no feed-forward network.
     """
 
     @property

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from cpflare.ops.random import token_uniform
 
 
 def split(x: Tensor, heads: int) -> Tensor:
@@ -54,3 +57,39 @@ def flarepp(m: Any, x: Tensor, site: Any) -> Tensor:
     if m.query == "gated":
         q = m.plain_norm(m.reference_queries) + torch.sigmoid(m.gate_logits)[:, None, None] * q
     return m.out_proj(merge(attention(k, q, attention(q, k, v, m.scale), m.scale)))
+
+
+def slice_mean(m: Any, w: Tensor, values: Tensor) -> Tensor:
+    """T = sum_i w_i F_i / (sum_i w_i + eps), then self-attention among the slices."""
+    t = w.mT @ values / (w.sum(dim=2)[..., None] + 1e-5)
+    a = m.slice_attention
+    scale = values.shape[-1] ** -0.5
+    return attention(a.query_proj(t), a.key_proj(t), a.value_proj(t), scale)
+
+
+def transolver(m: Any, x: Tensor, site: Any) -> Tensor:
+    """w = softmax_M((Xm W_s + b_s) / tau);  T = weighted mean of F;  Y = w T'."""
+    xm, values = split(m.x_proj(x), m.heads), split(m.value_proj(x), m.heads)
+    tau = m.temperature[:, None, None]
+    if m.temperature_range is not None:
+        tau = tau.clamp(*m.temperature_range)
+    w = torch.softmax(m.slice_proj(xm) / tau, dim=-1)
+    return m.out_proj(merge(w @ slice_mean(m, w, values)))
+
+
+def transolverpp(m: Any, x: Tensor, site: Any) -> Tensor:
+    """The same with a temperature a token, Gumbel noise, and no projection of values."""
+    xm = split(m.x_proj(x), m.heads)
+    hidden = F.gelu(m.temperature_out(F.gelu(m.temperature_in(xm))))
+    tau = (m.temperature[:, None, None] + hidden).clamp(min=0.01)
+    logits = m.slice_proj(xm)
+    if m.is_noisy:
+        layer, step = 2 * m.blocks + site.layer, site.step if m.training else 0
+        u = token_uniform(
+            site.rows, m.heads * logits.shape[-1], seed=site.seed, step=step, layer=layer
+        )
+        u = (torch.floor(u * 2**23) + 0.5) / 2**23
+        noise = -torch.log(-torch.log(u))
+        logits = logits + noise.reshape(len(noise), m.heads, -1).transpose(0, 1)
+    w = torch.softmax(logits / tau, dim=-1)
+    return m.out_proj(merge(w @ slice_mean(m, w, xm)))

@@ -204,7 +204,7 @@ def probe_counts(config: Config, tokens: int, chunk: int) -> Counts:
     counter = Counter()
     with counter:
         with autocast(torch.device("cpu"), config.train.precision):
-            outputs = model(inputs)
+            outputs = model(inputs, rows=torch.arange(len(inputs)))
         objective, _ = case_loss(
             config.train.loss, outputs, targets, tokens, model.reducer.comm, "probe"
         )

@@ -18,6 +18,12 @@ from cpflare.models.mixer import Mixer
 from cpflare.models.mixers.flare import FlareMixer
 from cpflare.models.mixers.flarepp import FlarePPConfig, FlarePPMixer
 from cpflare.models.mixers.none import NoMixer
+from cpflare.models.mixers.transolver import (
+    Transolver3Config,
+    TransolverConfig,
+    TransolverMixer,
+)
+from cpflare.models.mixers.transolverpp import TransolverPPConfig, TransolverPPMixer
 from cpflare.models.parts import Parts, backbone_parts
 
 
@@ -41,6 +47,15 @@ class MixerKind:
 MIXERS: dict[str, MixerKind] = {
     "flare": MixerKind("FLARE", FlareMixer.from_config, naive=naive.flare),
     "flarepp": MixerKind("FLARE++", FlarePPMixer.from_config, FlarePPConfig, naive.flarepp),
+    "transolver": MixerKind(
+        "Transolver", TransolverMixer.from_config, TransolverConfig, naive.transolver
+    ),
+    "transolverpp": MixerKind(
+        "Transolver++", TransolverPPMixer.from_config, TransolverPPConfig, naive.transolverpp
+    ),
+    "transolver3": MixerKind(
+        "Transolver-3", TransolverMixer.from_config, Transolver3Config, naive.transolver
+    ),
     "none": MixerKind("no mixer", NoMixer.from_config, naive=naive.none),
 }
 

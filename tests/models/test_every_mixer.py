@@ -1,0 +1,104 @@
+"""What every mixer in the registry keeps: its formula, on any ranks and under any executor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cpflare.models.mixers import MIXERS
+from support.every_mixer import (
+    ENGINES,
+    EXACT,
+    SHARDS,
+    VARIANTS,
+    build,
+    draw,
+    errors_of,
+    joined,
+    naive_values,
+    shard_values,
+    train_shard,
+)
+from support.harness import relative_error, run_ranks
+
+
+@pytest.mark.parametrize("sizes", SHARDS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_outputs_and_gradients_equal_the_naive_formula_s(variant, sizes):
+    inputs, targets, rows = draw(11)
+    expected = naive_values(variant, inputs, targets, rows)
+    if len(sizes) == 1:
+        results = [shard_values(0, 1, variant, sizes, inputs, targets, rows)]
+    else:
+        results = run_ranks(len(sizes), shard_values, variant, sizes, inputs, targets, rows)
+    for engine in ENGINES:
+        errors = errors_of(joined([result[engine] for result in results]), expected)
+        assert max(errors.values()) < EXACT, (engine, max(errors, key=errors.get))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_weight_matters_but_the_biases_of_keys(variant):
+    values = naive_values(variant, *draw(11))
+    idle = [n for n, g in values.items() if g.abs().max() < 1e-9 * values["outputs"].abs().max()]
+    without = ".norm1." if variant == "none" else "key_proj.bias"
+    assert all(without in name for name in idle), idle
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_tokens_anywhere_are_no_tokens_and_no_gradient(variant):
+    inputs, targets, rows = draw(0)
+    for engine, values in shard_values(0, 1, variant, [0], inputs, targets, rows).items():
+        assert values["outputs"].shape == (2, 0, 4)
+        assert all(not v.any() and v.isfinite().all() for v in values.values()), engine
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_order_of_tokens_does_not_matter_but_every_token_does(variant):
+    model = build(variant)
+    inputs, _, rows = draw(9)
+    order = torch.randperm(9)
+    outputs = model(inputs, rows=rows)
+    permuted = model(inputs[:, order], rows=rows[order])
+    assert relative_error(permuted, outputs[:, order]) < 1e-12
+    inputs[:, 4] += 1.0
+    change = relative_error(model(inputs, rows=rows)[:, :4], outputs[:, :4])
+    assert change == 0 if variant == "none" else change > 1e-5
+
+
+@pytest.mark.parametrize("sizes", [[2, 9], [6, 0, 5]], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_few_steps_take_the_same_way_on_any_ranks(variant, sizes):
+    case = draw(11)
+    losses, weights = train_shard(0, 1, variant, [11], None, *case)
+    assert losses[-1] != losses[0]
+    results = run_ranks(len(sizes), train_shard, variant, sizes, "streamed", *case)
+    for found_losses, found_weights in results:
+        assert relative_error(found_losses, losses) < EXACT
+        for name, weight in weights.items():
+            assert relative_error(found_weights[name], weight) < EXACT, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_half_precision_stays_close_to_fp32(variant, dtype):
+    inputs, targets, rows = draw(200, torch.float32)
+    model = build(variant, "fp32")
+    found = {}
+    for enabled in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            outputs = model(inputs, rows=rows)
+        ((outputs.float() - targets) ** 2).mean().backward()
+        grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found[enabled] = outputs.detach().float(), grads
+    # Some thirty roundings of 2^-8 (2^-11) one after another; gradients cancel more than outputs.
+    tolerance = 0.06 if dtype == torch.bfloat16 else 0.01
+    assert 0 < relative_error(found[True][0], found[False][0]) < tolerance
+    distance = (found[True][1] - found[False][1]).norm() / found[False][1].norm()
+    assert distance < 3 * tolerance
+
+
+def test_every_mixer_says_what_it_is():
+    for name, kind in MIXERS.items():
+        assert kind.title, name
+        assert kind.naive is not None, f"{name} has no naive form"
