@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cpflare.ops.random import token_uniform
+from cpflare.ops.random import keyed_places, token_uniform
 
 
 def split(x: Tensor, heads: int) -> Tensor:
@@ -93,3 +93,63 @@ def transolverpp(m: Any, x: Tensor, site: Any) -> Tensor:
         logits = logits + noise.reshape(len(noise), m.heads, -1).transpose(0, 1)
     w = torch.softmax(logits / tau, dim=-1)
     return m.out_proj(merge(w @ slice_mean(m, w, xm)))
+
+
+def galerkin(m: Any, x: Tensor, site: Any) -> Tensor:
+    """Y = Q (K^T V) / N."""
+    q, k, v = (split(p(x), m.heads) for p in (m.query_proj, m.key_proj, m.value_proj))
+    if m.library:
+        q, k = torch.softmax(q, dim=-1), torch.softmax(k, dim=-1)
+        return m.out_proj(merge((q @ k.mT) @ v / max(x.shape[1], 1) + q))
+    return m.out_proj(merge((q @ m.key_norm(k).mT) @ m.value_norm(v) / max(x.shape[1], 1)))
+
+
+def cano(m: Any, x: Tensor, site: Any) -> Tensor:
+    """c = softmax_M(Q W_c);  Q_c = c^T Q, by its mass for the mean;  Z = attention;  Y = c Z."""
+    q, k, v = (split(p(x), m.heads) for p in (m.query_proj, m.key_proj, m.value_proj))
+    source = m.query_proj(x)[:, None] if m.assignment == "full" else q
+    c = torch.softmax(source @ m.cluster_weight, dim=-1).expand(-1, m.heads, -1, -1)
+    clusters = c.mT @ q
+    if m.cluster == "mean":
+        clusters = clusters / (c.sum(dim=2)[..., None] + 1e-5)
+    return m.out_proj(merge(c @ attention(clusters, k, v, m.scale)))
+
+
+def isab(m: Any, x: Tensor, site: Any) -> Tensor:
+    """MAB1(X, MAB0(I, X))"""
+
+    def mab(block: Any, a: Tensor, b: Tensor) -> Tensor:
+        q, k, v = block.query_proj(a), block.key_proj(b), block.value_proj(b)
+        qh, kh, vh = (split(t, m.heads) for t in (q, k, v))
+        h = block.norm0(q + merge(attention(qh, kh, vh, x.shape[-1] ** -0.5)))
+        return block.norm1(h + block.act(block.fc(h)))
+
+    points = m.points.expand(len(x), -1, -1)
+    return mab(m.scatter, x, mab(m.gather, points, x))
+
+
+def full(m: Any, x: Tensor, site: Any) -> Tensor:
+    """Y = softmax_N(s Q K^T) V"""
+    q, k, v = (split(t, m.heads) for t in m.qkv_proj(x).chunk(3, dim=-1))
+    if m.has_norm:
+        q, k = m.query_norm(q), m.key_norm(k)
+    return m.out_proj(merge(attention(q, k, v, m.scale)))
+
+
+def turn(x: Tensor, positions: Tensor) -> Tensor:
+    """RoPE as complex numbers: pairs of features, a third of them for each coordinate."""
+    pairs = x.shape[-1] // 6
+    frequencies = torch.tensor([10_000 ** (-j / pairs) for j in range(pairs)], dtype=x.dtype)
+    angles = torch.cat([1000 * positions[..., [a]] * frequencies for a in range(3)], dim=-1)
+    numbers = torch.view_as_complex(x[..., : 6 * pairs].unflatten(-1, (-1, 2)).contiguous())
+    turned = numbers * torch.exp(1j * angles)[:, None]
+    return torch.cat([torch.view_as_real(turned).flatten(-2), x[..., 6 * pairs :]], dim=-1)
+
+
+def abupt(m: Any, x: Tensor, site: Any) -> Tensor:
+    """Y = softmax_A(s Q K_A^T) V_A, Q and K turned by their positions."""
+    q, k, v = (split(t, m.heads) for t in m.qkv_proj(x).chunk(3, dim=-1))
+    q, k = turn(q, site.positions), turn(k, site.positions)
+    count, step = min(m.anchors, x.shape[1]), site.step if m.training else 0
+    chosen = keyed_places(count, x.shape[1], seed=site.seed, step=step)
+    return m.out_proj(merge(attention(q, k[:, :, chosen], v[:, :, chosen], m.scale)))

@@ -183,6 +183,81 @@ class SumAdjoint:
         return []  # a sum is opened with nothing
 
 
+@dataclass(frozen=True)
+class GatherStage:
+    """All tokens' rows beside each other: what quadratic attention needs, and nothing else.
+
+    `rows(tokens)` [B, H, n, D] are a chunk's; `finish` gets those of all tokens [B, H, N, D], in
+    the order of the ranks. `check` is told N before they travel, and may raise, on all ranks alike.
+
+    Communication: forward the ranks' counts and one all-gather of B·H·D values a token, padded to
+    the longest shard; backward one sum of B·H·N·D.
+    """
+
+    rows: Callable[[Tokens], Tensor]
+    reads: tuple[str, ...]
+    finish: Finish
+    check: Callable[[int], None] = lambda total: None
+
+    def counts(self, own: Tensor, reducer: Reducer) -> list[int]:
+        """The tokens of every rank."""
+        counts = reducer.counts(own.shape[-2])
+        self.check(sum(counts))
+        return counts
+
+    def open(self, state: State, batch: int) -> GatherReduction:
+        return GatherReduction(self)
+
+    def reduce(
+        self, chunks: Sequence[Tokens], state: State, reducer: Reducer
+    ) -> Callable[[], Tensor]:
+        own = torch.cat([self.rows(chunk) for chunk in chunks], dim=-2)
+        return reducer.start_gather(own, self.counts(own, reducer))
+
+
+class GatherReduction:
+    """A gather stage in one forward."""
+
+    def __init__(self, stage: GatherStage) -> None:
+        self.stage = stage
+
+    def add(self, chunks: Iterable[Tokens]) -> None:
+        self.output = torch.cat([self.stage.rows(tokens) for tokens in chunks], dim=-2)
+
+    def start(self, reducer: Reducer) -> Callable[[], Tensor]:
+        counts = self.stage.counts(self.output, reducer)
+        self.first = sum(counts[: reducer.comm.rank])  # where this rank's rows begin
+        wait = reducer.start_gather_rows(self.output, counts)
+
+        def output() -> Tensor:
+            self.output = wait()
+            return self.output
+
+        return output
+
+    def adjoint(self, d_output: Tensor, reducer: Reducer) -> GatherAdjoint:
+        total = reducer.sum_gradient(d_output, self.output.dtype)
+        return GatherAdjoint(self.stage, total, self.first)
+
+
+@dataclass
+class GatherAdjoint:
+    """Backward of a gather stage: every row gets its own gradient; chunks come in their order."""
+
+    stage: GatherStage
+    d_rows: Tensor
+    start: int
+
+    def chunk(self, tokens: Tokens) -> Pull:
+        rows = self.stage.rows(tokens)
+        own = self.d_rows.narrow(-2, self.start, rows.shape[-2])
+        self.start += rows.shape[-2]
+        return [(rows, own)]
+
+    def close(self, state: State) -> Pull:
+        return []  # it is opened with nothing
+
+
 def weighted_mean(weights: str, values: str, finish: Finish, *, eps: float = 1e-5) -> SumStage:
     """The stage of T[m] = sum_i w_im v_i / (sum_i w_im + eps) over all tokens; zero mass gives 0.
 

@@ -6,6 +6,8 @@ stream: the same token gets the same numbers wherever and however often it is co
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,32 @@ def token_dropout(x: Tensor, rows: Tensor, p: float, *, seed: int, step: int, la
     """
     keep = token_uniform(rows, x.shape[-1], seed=seed, step=step, layer=layer) >= p  # [n, C]
     return x * (keep.to(x.dtype) / (1.0 - p))
+
+
+@functools.lru_cache(maxsize=4)
+def keyed_places(count: int, total: int, *, seed: int, step: int) -> Tensor:
+    """The first `count` places of a keyed permutation of `total`.
+
+    -> [count] int64 on the CPU, all different, in [0, total); shared, so not to be changed
+    Source: a Feistel network over the next power of 4, walked until it is back in the range.
+    """
+    half = max((total - 1).bit_length() + 1, 2) // 2
+    mask = (1 << half) - 1
+    key = torch.zeros((), dtype=torch.int64)
+    for part in (seed, step, total):
+        key = _mix(key + _GOLDEN + part)
+
+    def permuted(places: Tensor) -> Tensor:
+        left, right = places >> half, places & mask
+        for turn in range(4):
+            mixed = _mix(_mix(right + key + turn) + _GOLDEN)
+            left, right = right, left ^ (mixed & mask)
+        return (left << half) | right
+
+    places = permuted(torch.arange(count))
+    while (outside := places >= total).any():
+        places = torch.where(outside, permuted(places), places)
+    return places
 
 
 def _mix(x: Tensor) -> Tensor:

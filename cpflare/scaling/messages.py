@@ -47,6 +47,10 @@ class PretendedRanks(Communicator):
         self.size = size
         self.sent: list[Message] = []
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
     def start_all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Result:
         self._write_down("all_reduce", tensor)
         return lambda: tensor

@@ -7,6 +7,7 @@ import torch
 
 from cpflare.models.mixers import MIXERS
 from support.every_mixer import (
+    CHOOSE_PLACES,
     ENGINES,
     EXACT,
     SHARDS,
@@ -40,8 +41,9 @@ def test_outputs_and_gradients_equal_the_naive_formula_s(variant, sizes):
 def test_every_weight_matters_but_the_biases_of_keys(variant):
     values = naive_values(variant, *draw(11))
     idle = [n for n, g in values.items() if g.abs().max() < 1e-9 * values["outputs"].abs().max()]
-    without = ".norm1." if variant == "none" else "key_proj.bias"
-    assert all(without in name for name in idle), idle
+    # Added to all keys alike, a bias moves no softmax over them.
+    without = (".norm1.",) if variant == "none" else ("key_proj.bias", "key_norm.bias")
+    assert all(any(part in name for part in without) for name in idle), idle
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -58,8 +60,9 @@ def test_the_order_of_tokens_does_not_matter_but_every_token_does(variant):
     inputs, _, rows = draw(9)
     order = torch.randperm(9)
     outputs = model(inputs, rows=rows)
-    permuted = model(inputs[:, order], rows=rows[order])
-    assert relative_error(permuted, outputs[:, order]) < 1e-12
+    if variant not in CHOOSE_PLACES:
+        permuted = model(inputs[:, order], rows=rows[order])
+        assert relative_error(permuted, outputs[:, order]) < 1e-12
     inputs[:, 4] += 1.0
     change = relative_error(model(inputs, rows=rows)[:, :4], outputs[:, :4])
     assert change == 0 if variant == "none" else change > 1e-5
@@ -93,9 +96,8 @@ def test_half_precision_stays_close_to_fp32(variant, dtype):
         found[enabled] = outputs.detach().float(), grads
     # Some thirty roundings of 2^-8 (2^-11) one after another; gradients cancel more than outputs.
     tolerance = 0.06 if dtype == torch.bfloat16 else 0.01
-    assert 0 < relative_error(found[True][0], found[False][0]) < tolerance
-    distance = (found[True][1] - found[False][1]).norm() / found[False][1].norm()
-    assert distance < 3 * tolerance
+    for factor, half, exact in zip((1, 3), found[True], found[False], strict=True):
+        assert 0 < (half - exact).norm() / exact.norm() < factor * tolerance
 
 
 def test_every_mixer_says_what_it_is():

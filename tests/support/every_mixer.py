@@ -14,7 +14,7 @@ from cpflare.parallel.comm import Communicator
 from cpflare.parallel.grad_sync import sum_gradients
 from support.harness import relative_error
 
-SIZES = {"channels": 12, "heads": 3, "latents": 4, "blocks": 2}
+SIZES = {"channels": 16, "heads": 2, "latents": 4, "blocks": 2}
 
 # fp64: some hundred operations of unit scale, added up in another order.
 EXACT = 1e-10
@@ -22,9 +22,18 @@ EXACT = 1e-10
 OPTIONS = {
     "transolver-fused": {"mixer": "transolver", "slice_order": "fused"},
     "transolver3-plain": {"mixer": "transolver3", "slice_order": "plain"},
+    "galerkin-library": {"mixer": "galerkin", "galerkin": "library"},
+    "cano-sum-shared": {"mixer": "cano", "cluster": "sum", "assignment": "shared"},
+    "cano-full": {"mixer": "cano", "assignment": "full"},
+    "isab-alone": {"mixer": "isab", "isab_ffn": False, "isab_act": "relu"},
+    "abupt-few": {"mixer": "abupt", "anchors": 5},
+    "full-normed": {"mixer": "full", "qk_norm": True},
     "transolver-free": {"mixer": "transolver", "temperature_range": None},
 }
 """Options of mixers that change what is computed; every mixer is tested without any besides."""
+
+CHOOSE_PLACES = ("abupt-few",)
+"""Variants that choose some of the tokens by their place in the case."""
 
 VARIANTS = {name: {"mixer": name} for name in MIXERS} | OPTIONS
 

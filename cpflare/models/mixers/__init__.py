@@ -15,8 +15,13 @@ from torch import Tensor
 from cpflare.config import ModelConfig
 from cpflare.models import naive
 from cpflare.models.mixer import Mixer
+from cpflare.models.mixers.abupt import AbuptConfig, AbuptMixer
+from cpflare.models.mixers.cano import CanoConfig, CanoMixer
 from cpflare.models.mixers.flare import FlareMixer
 from cpflare.models.mixers.flarepp import FlarePPConfig, FlarePPMixer
+from cpflare.models.mixers.full import FullConfig, FullMixer
+from cpflare.models.mixers.galerkin import GalerkinConfig, GalerkinMixer
+from cpflare.models.mixers.isab import IsabConfig, IsabMixer
 from cpflare.models.mixers.none import NoMixer
 from cpflare.models.mixers.transolver import (
     Transolver3Config,
@@ -56,6 +61,11 @@ MIXERS: dict[str, MixerKind] = {
     "transolver3": MixerKind(
         "Transolver-3", TransolverMixer.from_config, Transolver3Config, naive.transolver
     ),
+    "galerkin": MixerKind("Galerkin", GalerkinMixer.from_config, GalerkinConfig, naive.galerkin),
+    "cano": MixerKind("CANO", CanoMixer.from_config, CanoConfig, naive.cano),
+    "isab": MixerKind("Set Transformer", IsabMixer.from_config, IsabConfig, naive.isab),
+    "abupt": MixerKind("AB-UPT", AbuptMixer.from_config, AbuptConfig, naive.abupt),
+    "full": MixerKind("full attention", FullMixer.from_config, FullConfig, naive.full),
     "none": MixerKind("no mixer", NoMixer.from_config, naive=naive.none),
 }
 

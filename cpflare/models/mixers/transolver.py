@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cpflare.config import ModelConfig
 from cpflare.errors import ConfigError
@@ -151,7 +152,11 @@ class TransolverMixer(nn.Module):
             return logits
         weight = self.x_proj.weight.unflatten(0, (self.heads, -1))  # [H, D, C]
         fused = weight.mT @ self.slice_proj.weight.T  # [H, C, M]
-        bias = self.slice_proj(self.x_proj.bias.unflatten(0, (self.heads, -1)))  # [H, M]
+        bias = F.linear(
+            self.x_proj.bias.unflatten(0, (self.heads, -1)),
+            self.slice_proj.weight,
+            self.slice_proj.bias,
+        )  # [H, M]
         out: Tensor = x[:, None] @ fused.to(x.dtype) + bias[:, None].to(x.dtype)
         return out
 
