@@ -220,8 +220,8 @@ def _kernel_backward(
     seed = offset = q.new_empty((), dtype=torch.int64)  # read for dropout alone
     if backend == "cuda_flash":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            dz, q, k, v, z, lse.contiguous(), None, None, rows, k.shape[-2], 0.0, False, seed, offset,
-            scale=scale,
+            dz, q, k, v, z, lse.contiguous(), None, None, rows, k.shape[-2], 0.0, False, seed,
+            offset, scale=scale,
         )  # fmt: skip
     else:
         # The memory-efficient kernel wants the rows of the log-sum-exp padded to a multiple of 32;
@@ -229,8 +229,8 @@ def _kernel_backward(
         if rows % 32:
             lse = F.pad(lse, (0, -rows % 32), value=torch.inf)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dz, q, k, v, None, z, lse.contiguous(), seed, offset, 0.0, [True, True, True, False], False,
-            scale=scale,
+            dz, q, k, v, None, z, lse.contiguous(), seed, offset, 0.0, [True, True, True, False],
+            False, scale=scale,
         )  # fmt: skip
     return dq[..., :depth], dk[..., :depth], dv[..., :depth]
 
