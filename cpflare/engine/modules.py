@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -19,25 +19,36 @@ def with_leaves(module: M, parameters: Sequence[Tensor]) -> tuple[M, list[Tensor
     """
     leaves = [nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in parameters]
     by_parameter = {id(p): leaf for p, leaf in zip(parameters, leaves, strict=True)}
+    twin = twin_of(
+        module,
+        lambda own: {
+            name: None if p is None else by_parameter[id(p)] for name, p in own._parameters.items()
+        },
+    )
+    return twin, list(leaves)
+
+
+def twin_of(module: M, parameters: Callable[[nn.Module], dict[str, Any]]) -> M:
+    """The same module, with what `parameters` says of it and of each of its children.
+
+    Buffers, hooks and all else are shared. The module is left as it is.
+    """
     twins: dict[int, nn.Module] = {}
 
-    def twin_of(module: nn.Module) -> nn.Module:
+    def make(module: nn.Module) -> nn.Module:
         if id(module) not in twins:
             twin = twins[id(module)] = module.__class__.__new__(module.__class__)
             twin.__dict__.update(module.__dict__)
-            twin._parameters = {
-                name: None if p is None else by_parameter[id(p)]
-                for name, p in module._parameters.items()
-            }
+            twin._parameters = parameters(module)
             twin._modules = {
-                name: None if child is None else twin_of(child)
+                name: None if child is None else make(child)
                 for name, child in module._modules.items()
             }
         return twins[id(module)]
 
-    twin = twin_of(module)
+    twin = make(module)
     assert isinstance(twin, type(module))
-    return twin, list(leaves)
+    return twin
 
 
 def require_no_hooks(blocks: Iterable[nn.Module]) -> None:

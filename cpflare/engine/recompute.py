@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cpflare.engine.casting import cast_some
+
 
 class Recomputed(torch.autograd.Function):
     """y = fn(x); the backward computes fn again from x, under the same autocast.
 
     `fn` reads `leaves` that stand for the parameters and share their memory
-    (`cpflare.engine.modules`). `torch.utils.checkpoint` does the same for any function; its first
-    call imports the compiler, which takes seconds of every process, and its hooks run for every
-    tensor of every chunk.
+    (`cpflare.engine.modules`), or are casts of them: each chunk's gradient is then cast back, so
+    that the chunks add up in the parameters' dtype. `torch.utils.checkpoint` does the same for any
+    function; its first call imports the compiler, which takes seconds of every process, and its
+    hooks run for every tensor of every chunk.
     """
 
     @staticmethod
@@ -45,8 +48,9 @@ class Recomputed(torch.autograd.Function):
             y = ctx.fn(leaf)
         needed = ctx.needs_input_grad[2:]
         sources = [t for t, wanted in zip((leaf, *ctx.leaves), needed, strict=True) if wanted]
-        grads = iter(torch.autograd.grad(y, sources, dy))
-        return None, None, *(next(grads) if wanted else None for wanted in needed)
+        found = iter(torch.autograd.grad(y, sources, dy, allow_unused=True))
+        grads = [next(found) if wanted else None for wanted in needed]
+        return None, None, *cast_some(grads, [t.dtype for t in ctx.saved_tensors])
 
 
 def recomputed(

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cpflare.engine.activations import ActivationStore, NoActivations
+from cpflare.engine.casting import cast_all, cast_dtype, weights_to_cast, with_casts
 from cpflare.engine.chunks import chunk_bounds
 from cpflare.engine.modules import require_no_hooks, with_leaves
 from cpflare.models.backbone import Backbone, Site, Step
@@ -54,9 +55,9 @@ class StreamedExecutor:
         if with_grad:
             parameters = list(model.parameters())
             twin, leaves = with_leaves(model, parameters)
-            sweep = Sweep(twin, store, chunks, self.keep_every, leaves)
+            sweep = Sweep(_with_casts(twin), store, chunks, self.keep_every, leaves)
             return Streamed.apply(sweep, inputs, *parameters)  # type: ignore[no-any-return, no-untyped-call]
-        sweep = Sweep(model, store, chunks, self.keep_every)
+        sweep = Sweep(_with_casts(model), store, chunks, self.keep_every)
         if self.keep_none:
             sweep.store = NoActivations(
                 inputs.shape[1], lambda index, rows: sweep.block_input(index, inputs, rows)
@@ -290,6 +291,32 @@ class Sweep:
         """Autograd, under the forward's autocast."""
         with torch.enable_grad(), self.autocast():
             yield
+
+
+def _with_casts(model: Backbone) -> Backbone:
+    """The model with its weights in autocast's dtype beside them, leaves of their own.
+
+    A chunk's gradient goes on to the weight's at once, so that the chunks add up in fp32.
+    """
+    dtype = cast_dtype(model)
+    if dtype is None:
+        return model
+    weights = weights_to_cast(model)
+    casts = cast_all([weight.detach() for weight in weights], dtype)
+    if torch.is_grad_enabled():
+        for cast, weight in zip(casts, weights, strict=True):
+            if weight.requires_grad:
+                cast.requires_grad_().register_post_accumulate_grad_hook(_passing_on(weight))
+    return with_casts(model, weights, casts)
+
+
+def _passing_on(weight: Tensor) -> Callable[[Tensor], None]:
+    def pass_on(cast: Tensor) -> None:
+        grad, cast.grad = cast.grad, None
+        assert grad is not None
+        weight.grad = grad.to(weight.dtype) if weight.grad is None else weight.grad.add_(grad)
+
+    return pass_on
 
 
 def _pull(pairs: Pull) -> None:

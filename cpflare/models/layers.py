@@ -8,6 +8,10 @@ from torch.nn import functional as F
 
 INIT_STD = 0.02
 
+CAST = "cast_"
+"""Before the name of a parameter: where an executor leaves it when it has cast it already
+(`cpflare.engine.casting`)."""
+
 
 def make_norm(kind: str, width: int, *, affine: bool = True) -> nn.Module:
     """LayerNorm (eps 1e-5) or RMSNorm (eps 1e-6) over the last dimension."""
@@ -21,7 +25,7 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm in its input's dtype; computed in fp32 inside."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = _in_dtype_of(x, self.weight), _in_dtype_of(x, self.bias)
+        weight, bias = _in_dtype_of(x, self, "weight"), _in_dtype_of(x, self, "bias")
         with torch.autocast(x.device.type, enabled=False):
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
@@ -34,12 +38,16 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = _in_dtype_of(x, self.weight)
+        weight = _in_dtype_of(x, self, "weight")
         with torch.autocast(x.device.type, enabled=False):
             return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
-def _in_dtype_of(x: Tensor, weight: Tensor | None) -> Tensor | None:
+def _in_dtype_of(x: Tensor, norm: nn.Module, name: str) -> Tensor | None:
+    weight: Tensor | None = norm._parameters[name]
+    cast = norm._parameters.get(CAST + name)
+    if cast is not None and cast.dtype == x.dtype:
+        return cast
     return None if weight is None else weight.to(x.dtype)
 
 

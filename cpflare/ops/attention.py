@@ -56,7 +56,7 @@ def attend(
     fp64 for fp64). No keys give o = 0 and lse = -inf without calling a kernel (the CPU kernel ends
     the process on zero keys). The longer token axis is cut into slices that keep the device busy
     and the kernels' indices in range (`cpflare.ops.slices`); the slices are joined by the merge.
-    In memory o's heads lie beside each other in their token's row, as `empty_output` has it.
+    The order in memory is what the kernel leaves: a copy would be one more launch.
     """
     stats = statistics_dtype(q.dtype)
     if k.shape[-2] == 0 or q.numel() == 0:
@@ -73,14 +73,14 @@ def attend(
             o, lse = _plain(q, k, v, scale)
         else:
             o, lse = _kernel(q, k, v, scale, backend)
-        return _laid_out(o, _output_strides(o)), lse.contiguous()
+        return o, lse
     if keys_are_long:
         merged = RunningMerge()
         for part in plan.parts:
             o, lse = _kernel(part.repeat(q), part.cut(k), part.cut(v), scale, backend)
             merged.add_stacked(part.stacked(o).to(stats), part.stacked(lse))
         o, lse = merged.result()
-        return _laid_out(o.to(q.dtype), _output_strides(o)), lse.contiguous()
+        return o.to(q.dtype), lse
     out, sums = empty_output(q, v), q.new_empty(q.shape[:-1], dtype=stats)
     for part in plan.parts:
         o, lse = _kernel(part.cut(q), part.repeat(k), part.repeat(v), scale, backend)
@@ -110,7 +110,7 @@ def attend_backward(
 
     dz and z [B, H, M, D], lse [B, H, M]: the gradient, output and log-sum-exp over *all* tokens;
     q [B, H, M, D], k and v [B, H, n, D]: n of the tokens. -> (dq partial, dk, dv) in the inputs'
-    dtypes and their order in memory
+    dtypes
 
         P = exp(scale * Q K^T - L);  c = rowsum(dZ * Z);  dS = P * (dZ V^T - c)
         dV = P^T dZ;  dK = scale * dS^T Q;  dQ = scale * dS K
@@ -134,7 +134,7 @@ def attend_backward(
             grads = _plain_backward(dz, q, k, v, z, lse, scale)
         else:
             grads = _kernel_backward(dz, q, k, v, z, lse, scale, backend)
-        return tuple(map(_laid_out_like, grads, (q, k, v)))  # type: ignore[return-value]
+        return grads
     return _sliced_backward(plan, keys_are_long, dz, q, k, v, z, lse, scale, backend)
 
 
@@ -163,19 +163,13 @@ def _sliced_backward(
         )
         long_grads, short_grads = ((dk, dv), (dq,)) if keys_are_long else ((dq,), (dk, dv))
         if len(plan.parts) == 1:
-            joined = [
-                _laid_out_like(part.joined(grad), t)
-                for grad, t in zip(long_grads, longs, strict=True)
-            ]
+            joined = [part.joined(grad) for grad in long_grads]
         else:
             for out, grad in zip(joined, long_grads, strict=True):
                 part.put(out, grad)
         of_part = [part.sum(grad, stats) for grad in short_grads]
         sums = [a.add_(b) for a, b in zip(sums, of_part, strict=True)] if sums else of_part
-    summed = [
-        _laid_out_like(total.to(q.dtype), t)
-        for t, total in zip((q,) if keys_are_long else (k, v), sums, strict=True)
-    ]
+    summed = [total.to(q.dtype) for total in sums]
     dq, dk, dv = (*summed, *joined) if keys_are_long else (*joined, *summed)
     return dq, dk, dv
 
@@ -222,37 +216,23 @@ def _kernel_backward(
         return dq, dk, dv
     depth, rows = q.shape[-1], q.shape[-2]
     q, k, v, dz, z = (_pad_depth(t) for t in (q, k, v, dz, z))
-    lse = lse.to(torch.float32).contiguous()
+    lse = lse.to(torch.float32)
     seed = offset = q.new_empty((), dtype=torch.int64)  # read for dropout alone
     if backend == "cuda_flash":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            dz, q, k, v, z, lse, None, None, rows, k.shape[-2], 0.0, False, seed, offset,
-            scale=scale,
+            dz, q, k, v, z, lse.contiguous(), None, None, rows, k.shape[-2], 0.0, False, seed,
+            offset, scale=scale,
         )  # fmt: skip
     else:
         # The memory-efficient kernel wants the rows of the log-sum-exp padded to a multiple of 32;
         # infinity there makes the padded rows weigh nothing.
-        lse = F.pad(lse, (0, -rows % 32), value=torch.inf).contiguous()
+        if rows % 32:
+            lse = F.pad(lse, (0, -rows % 32), value=torch.inf)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dz, q, k, v, None, z, lse, seed, offset, 0.0, [True, True, True, False], False,
-            scale=scale,
+            dz, q, k, v, None, z, lse.contiguous(), seed, offset, 0.0, [True, True, True, False],
+            False, scale=scale,
         )  # fmt: skip
     return dq[..., :depth], dk[..., :depth], dv[..., :depth]
-
-
-def _laid_out(t: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """t, copied if need be into memory with these strides: compiled code relies on them."""
-    alike = all(a == b for a, b, size in zip(t.stride(), strides, t.shape, strict=True) if size > 1)
-    return t if alike else t.new_empty_strided(t.shape, strides).copy_(t)
-
-
-def _output_strides(o: Tensor) -> tuple[int, ...]:
-    _, heads, rows, width = o.shape
-    return rows * heads * width, width, heads * width, 1
-
-
-def _laid_out_like(grad: Tensor, t: Tensor) -> Tensor:
-    return _laid_out(grad, torch.empty_like(t, device="meta").stride())
 
 
 def _last_dim_dense(t: Tensor) -> Tensor:

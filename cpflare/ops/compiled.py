@@ -68,6 +68,21 @@ def _fake(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return register
 
 
+def laid_out(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """t, copied if need be into memory with these strides: compiled code relies on them."""
+    alike = all(a == b for a, b, size in zip(t.stride(), strides, t.shape, strict=True) if size > 1)
+    return t if alike else t.new_empty_strided(t.shape, strides).copy_(t)
+
+
+def output_strides(o: Tensor) -> tuple[int, ...]:
+    _, heads, rows, width = o.shape
+    return rows * heads * width, width, heads * width, 1
+
+
+def laid_out_like(grad: Tensor, t: Tensor) -> Tensor:
+    return laid_out(grad, torch.empty_like(t, device="meta").stride())
+
+
 # ---- encode -------------------------------------------------------------------------------------
 
 
@@ -103,7 +118,7 @@ def _encode_backward(
     dq, dks, dvs = encode_backward(
         dz, q, ks, vs, z, lse, scale=scale, comm=Communicator.of_key(comm)
     )
-    return [dq, *dks, *dvs]
+    return [dq.contiguous(), *map(laid_out_like, (*dks, *dvs), (*ks, *vs))]
 
 
 @_fake("encode_backward")
@@ -142,7 +157,8 @@ torch.library.register_autograd(
 
 @_real("decode")
 def _decode(k: Tensor, q: Tensor, z: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return attend(k, q, z, scale=scale)
+    y, lse = attend(k, q, z, scale=scale)
+    return laid_out(y, output_strides(y)), lse.contiguous()
 
 
 @_fake("decode")
@@ -154,7 +170,8 @@ def _decode_fake(k: Tensor, q: Tensor, z: Tensor, scale: float) -> tuple[Tensor,
 def _decode_backward(
     dy: Tensor, k: Tensor, q: Tensor, z: Tensor, y: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return attend_backward(dy, k, q, z, y, lse, scale=scale)
+    dk, dq, dz = attend_backward(dy, k, q, z, y, lse, scale=scale)
+    return laid_out_like(dk, k), laid_out_like(dq, q), laid_out_like(dz, z)
 
 
 @_fake("decode_backward")

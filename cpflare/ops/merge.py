@@ -23,19 +23,25 @@ messages are small, so that one latency less wins for few ranks.
 
 def weights_of(lse: Tensor, top: Tensor) -> Tensor:
     """exp(lse - top), and 0 where no part has a token (both are -inf there)."""
-    empty = top == -torch.inf
-    return torch.exp(lse - top.masked_fill(empty, 0.0))
+    return torch.exp(lse - _finite(top))
 
 
 def merge_partials(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge P stacked partial results into one.
 
     o [P, B, H, M, D], lse [P, B, H, M] -> ([B, H, M, D], [B, H, M])
-    Source: mathematics of the exact encoder, U = sum a_r O_r, Z = U / a, L = L_max + log a.
+    Source: mathematics of the exact encoder, Z = sum p_r O_r with p = softmax(L_r), of which the
+    largest is exp(L_max - L).
     """
-    top = lse.amax(dim=0)  # [B, H, M]
-    weights = weights_of(lse, top)  # [P, B, H, M]
-    return _normalise((weights[..., None] * o).sum(dim=0), weights.sum(dim=0), top)
+    # On a GPU every line is a launch of a tiny kernel, and a step has dozens of merges.
+    p = torch.softmax(_finite(lse), dim=0)  # [P, B, H, M]
+    z = (p[..., None] * o).sum(dim=0)
+    return z, lse.amax(dim=0) - torch.log(p.amax(dim=0))
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """The log-sum-exp without -inf, whose differences are no numbers; what it weighs stays 0."""
+    return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
 class RunningMerge:
@@ -108,7 +114,6 @@ def start_merge(o: Tensor, lse: Tensor, comm: Communicator) -> Merge:
 
 
 def _normalise(numerator: Tensor, mass: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Z and L from the sums. A mass of 0 means no tokens anywhere: Z = 0 and L = -inf."""
-    empty = mass == 0
-    z = numerator / mass.masked_fill(empty, 1.0)[..., None]
-    return z, top + torch.log(mass)
+    """Z and L from the sums. The mass is 1 at least, the weight of the largest part; one of 0 means
+    no tokens anywhere: Z = 0 and L = -inf."""
+    return numerator / mass.clamp(min=1.0)[..., None], top + torch.log(mass)

@@ -81,13 +81,14 @@ def test_a_step_waits_once_for_the_device(executor, mixer, precision):
     assert counts["copies"] == 4  # inputs, targets and rows; the step's scalars
 
 
-# Launches of a step of one of four ranks with 25,000 tokens each. They may fall, and not rise.
+# Launches of a step of one of four ranks with 25,000 tokens each: the budget, and what it took when
+# this was written, which may fall and not rise.
 LAUNCHES = {
-    ("flare", "fp32"): 740,
-    ("flare", "bf16"): 960,
-    ("flarepp", "fp32"): 1240,
-    ("flarepp", "bf16"): 1400,
-    ("flarepp", "fp16"): 1410,
+    ("flare", "fp32"): (650, 620),
+    ("flare", "bf16"): (800, 650),
+    ("flarepp", "fp32"): (1000, 970),
+    ("flarepp", "bf16"): (1200, 985),
+    ("flarepp", "fp16"): (1200, 1000),
 }
 
 
@@ -96,7 +97,7 @@ LAUNCHES = {
 def test_a_step_keeps_its_budget(mixer, precision):
     chosen = {"model": {"mixer": mixer}, "train": {"precision": precision}}
     counts = on_fake_gpu(count_step, chosen, 25_000, world_size=4)
-    assert counts["launches"] <= LAUNCHES[mixer, precision]
+    assert counts["launches"] <= min(LAUNCHES[mixer, precision])
     assert counts["collectives"] == {"flare": 17, "flarepp": 33}[mixer]
     assert counts["syncs"] == 1
 

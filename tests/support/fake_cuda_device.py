@@ -202,7 +202,9 @@ def _site() -> str:
             path = Path(frame.f_code.co_filename).relative_to(Path(__file__).parents[2])
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
-    return "elsewhere"
+    # A device's part of a backward runs in a thread of its own, where the node says what it is.
+    node = torch._C._current_autograd_node()
+    return "elsewhere" if node is None else node.name()
 
 
 # ---- kernels that the CPU build lacks ------------------------------------------------------------
