@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
 def _store_and_cases(
     options: argparse.Namespace, run: RunDescription
 ) -> tuple[Store, Sequence[str]]:
-    store = Store.open(options.store or run.config.data.store)
+    store = Store.open(options.store or run.find_store())
     if store.field_map != run.field_map:
         raise DataError(
             f"store {store.path} was prepared with the field map {store.dataset}, the run with "
