@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,22 +13,41 @@ from cpflare.errors import DataError, NonFiniteError
 
 Array = NDArray[Any]
 
-# Columns of the table of sums; each is a plain sum over cells, so tables add over chunks and ranks.
-_COLUMNS = (
-    "count",  # cells
-    "area",  # Σ A
-    "squared_error",  # Σ ‖ŷ − y‖²
-    "squared_truth",  # Σ ‖y‖²
-    "absolute_error",  # Σ ‖ŷ − y‖
-    "area_squared_error",  # Σ A‖ŷ − y‖²
-    "area_squared_truth",  # Σ A‖y‖²
-    "area_absolute_error",  # Σ A‖ŷ − y‖
-    "nonfinite_predictions",  # cells whose prediction is NaN or infinite
-    "nonfinite_truths",
-)
 
-#: What :meth:`FieldSums.metrics` returns for each field, in this order.
-METRICS = ("rel_l2", "rel_l2_area", "mae", "rmse", "mae_area", "rmse_area")
+class Chunk(NamedTuple):
+    """Some cells of one field: vector norms of truth and error squared, and the cells' areas."""
+
+    predicted: NDArray[np.float64]  # [n, d]
+    true: NDArray[np.float64]  # [n, d]
+    squared_error: NDArray[np.float64]  # [n]
+    squared_truth: NDArray[np.float64]  # [n]
+    error: NDArray[np.float64]  # [n]
+    area: NDArray[np.float64]  # [n]
+
+
+COLUMNS: dict[str, Callable[[Chunk], float]] = {
+    "count": lambda c: len(c.area),
+    "area": lambda c: c.area.sum(),
+    "squared_error": lambda c: c.squared_error.sum(),
+    "squared_truth": lambda c: c.squared_truth.sum(),
+    "absolute_error": lambda c: c.error.sum(),
+    "area_squared_error": lambda c: (c.area * c.squared_error).sum(),
+    "area_squared_truth": lambda c: (c.area * c.squared_truth).sum(),
+    "area_absolute_error": lambda c: (c.area * c.error).sum(),
+    "nonfinite_predictions": lambda c: int((~np.isfinite(c.predicted).all(axis=1)).sum()),
+    "nonfinite_truths": lambda c: int((~np.isfinite(c.true).all(axis=1)).sum()),
+}
+"""Columns of the table of sums: plain sums over cells, so that tables add over chunks and ranks."""
+
+METRICS: dict[str, Callable[[Mapping[str, float]], float]] = {
+    "rel_l2": lambda s: np.sqrt(s["squared_error"] / s["squared_truth"]),
+    "rel_l2_area": lambda s: np.sqrt(s["area_squared_error"] / s["area_squared_truth"]),
+    "mae": lambda s: s["absolute_error"] / s["count"],
+    "rmse": lambda s: np.sqrt(s["squared_error"] / s["count"]),
+    "mae_area": lambda s: s["area_absolute_error"] / s["area"],
+    "rmse_area": lambda s: np.sqrt(s["area_squared_error"] / s["area"]),
+}
+"""What :meth:`FieldSums.metrics` returns for each field, in this order, from the sums of a case."""
 
 
 def _rows(values: Array, what: str) -> NDArray[np.float64]:
@@ -57,13 +76,13 @@ class FieldSums:
     """
 
     fields: tuple[str, ...]
-    sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, len(_COLUMNS))))
+    sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, len(COLUMNS))))
 
     def __post_init__(self) -> None:
         self.fields = tuple(self.fields)
         if self.sums.size == 0:
-            self.sums = np.zeros((len(self.fields), len(_COLUMNS)), dtype=np.float64)
-        assert self.sums.shape == (len(self.fields), len(_COLUMNS))
+            self.sums = np.zeros((len(self.fields), len(COLUMNS)), dtype=np.float64)
+        assert self.sums.shape == (len(self.fields), len(COLUMNS))
 
     def add(
         self,
@@ -93,18 +112,8 @@ class FieldSums:
                 squared_error = np.square(predicted - true).sum(axis=1)  # [n]
                 squared_truth = np.square(true).sum(axis=1)  # [n]
                 error = np.sqrt(squared_error)
-                self.sums[index] += (
-                    len(weight),
-                    weight.sum(),
-                    squared_error.sum(),
-                    squared_truth.sum(),
-                    error.sum(),
-                    (weight * squared_error).sum(),
-                    (weight * squared_truth).sum(),
-                    (weight * error).sum(),
-                    np.count_nonzero(~np.isfinite(predicted).all(axis=1)),
-                    np.count_nonzero(~np.isfinite(true).all(axis=1)),
-                )
+                chunk = Chunk(predicted, true, squared_error, squared_truth, error, weight)
+                self.sums[index] += [column(chunk) for column in COLUMNS.values()]
 
     def merge(self, other: FieldSums) -> None:
         """Add the sums of another chunk or rank."""
@@ -119,7 +128,7 @@ class FieldSums:
     def from_vector(cls, fields: Sequence[str], vector: Array) -> FieldSums:
         """Rebuild the table from the (summed) vector of `to_vector`."""
         names = tuple(fields)
-        table = np.array(vector, dtype=np.float64).reshape(len(names), len(_COLUMNS))
+        table = np.array(vector, dtype=np.float64).reshape(len(names), len(COLUMNS))
         return cls(names, table)
 
     def metrics(self, case: str) -> dict[str, dict[str, float]]:
@@ -133,7 +142,7 @@ class FieldSums:
             DataError: the case has no cells, or a denominator is zero or not finite.
         """
         return {
-            name: _finish(case, name, dict(zip(_COLUMNS, map(float, row), strict=True)))
+            name: _finish(case, name, dict(zip(COLUMNS, map(float, row), strict=True)))
             for name, row in zip(self.fields, self.sums, strict=True)
         }
 
@@ -164,21 +173,14 @@ def _finish(case: str, name: str, sums: Mapping[str, float]) -> dict[str, float]
                 f"{where}: {meaning} is {sums[column]!r}, and a relative error needs a positive, "
                 "finite one; check the case's field and areas"
             )
-    values = {
-        "rel_l2": np.sqrt(sums["squared_error"] / sums["squared_truth"]),
-        "rel_l2_area": np.sqrt(sums["area_squared_error"] / sums["area_squared_truth"]),
-        "mae": sums["absolute_error"] / count,
-        "rmse": np.sqrt(sums["squared_error"] / count),
-        "mae_area": sums["area_absolute_error"] / sums["area"],
-        "rmse_area": np.sqrt(sums["area_squared_error"] / sums["area"]),
-    }
-    for metric in METRICS:
-        if not np.isfinite(values[metric]):
+    values = {name: float(metric(sums)) for name, metric in METRICS.items()}
+    for name, value in values.items():
+        if not np.isfinite(value):
             raise NonFiniteError(
-                f"{where}: {metric} overflows float64 ({values[metric]}); the predictions are too "
-                "large to be meant"
+                f"{where}: {name} overflows float64 ({value}); the predictions are too large to be "
+                "meant"
             )
-    return {metric: float(values[metric]) for metric in METRICS}
+    return values
 
 
 def evaluate_case(

@@ -43,8 +43,8 @@ def sum_gradients(
         pieces = flat.split([member.numel() for member in members])
         if len(members) > len(bucket):
             total, pieces = pieces[0], pieces[1:]
-        for grad, piece in zip(bucket, pieces, strict=True):
-            grad.copy_(piece.view_as(grad))
+        summed = [piece.view_as(grad) for grad, piece in zip(bucket, pieces, strict=True)]
+        torch._foreach_copy_(bucket, summed)  # one call, where a copy each is a launch each
     return total
 
 

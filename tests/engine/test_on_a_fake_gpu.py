@@ -108,8 +108,8 @@ def test_a_step_with_its_block_inputs_elsewhere(offload):
     assert counts["syncs"] == 1
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 8), (3, 8), (7, 8)])
-@pytest.mark.parametrize("tokens", [0, 1, 50])
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 8), (3, 8)])
+@pytest.mark.parametrize("tokens", [0, 50])
 def test_every_rank_sends_the_same_whatever_its_tokens(rank, world_size, tokens):
     counts = on_fake_gpu(count_step, settings(), tokens, rank=rank, world_size=world_size)
     expected = {} if world_size == 1 else {"allreduce": 3 * 4 + 1}  # 4 encoders, the gradients
@@ -167,7 +167,7 @@ def overrides(folder):
     return [f"data.store={folder / 'store'}", *SMALL, "train.steps=4", "train.eval_every=2"]
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (1, 3), (3, 4)])
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (3, 4)])
 def test_a_training_with_its_evaluations_and_checkpoints(store, tmp_path, rank, world_size):
     more = ["train.checkpoint_every=1", f"run.dir={tmp_path}", "train.ema=0.5"]
     found = on_fake_gpu(train, overrides(store) + more, rank=rank, world_size=world_size)

@@ -47,7 +47,7 @@ def test_every_metric_equals_its_definition(case):
             "mae_area": np.average(error, weights=area),
             "rmse_area": np.sqrt(np.average(error**2, weights=area)),
         }
-        assert tuple(found[name]) == METRICS
+        assert tuple(found[name]) == tuple(METRICS)
         # The two differ only in the order of float64 sums of a thousand terms.
         assert found[name] == pytest.approx(expected, rel=1e-13)
 

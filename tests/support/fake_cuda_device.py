@@ -58,9 +58,9 @@ _OURS = tuple(
 class FakeGPU(TorchDispatchMode):
     """Inside, tensors are fake, and this counts what goes to the GPU and what waits for it.
 
-    `launches` and `bytes` by operator, `lines` by line too; `syncs` and `copies` (between host and
-    device, with whether they block) by the line of the product that causes them; `collectives` by
-    kind.
+    `launches` and `bytes` by operator, `lines` by operator and line; `syncs` and `copies` (between
+    host and device, with whether they block) by the line of the product that causes them;
+    `collectives` by kind.
     """
 
     current: ClassVar[FakeGPU | None] = None

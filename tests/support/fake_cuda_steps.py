@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from cpflare.config import config_from_dict, load_config
 from cpflare.data.loader import Sample, Step
@@ -59,6 +60,7 @@ def resume_step(gpu: Any, settings: dict[str, Any], path: Path) -> dict[str, Any
     """What the second step after a resume asks of the device."""
     learner = make_learner(settings)
     weights, optimizer, _ = load_checkpoint(path, DEVICE)
+    assert not any(t.is_cuda for t in tree_leaves(optimizer) if isinstance(t, torch.Tensor))
     learner.load(weights, optimizer)
     learner.step(make_step(40, learner))
     gpu.reset()

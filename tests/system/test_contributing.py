@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from cpflare.cli import app
 from cpflare.data.store import Store
+from cpflare.evaluate import metrics
 from cpflare.models import mixers
 from support.paths import ROOT
 from support.stores import SMALL, read_metrics, ring_mesh, train_rank, write_store
@@ -66,6 +67,15 @@ def test_the_field_map_prepares_a_data_set(tmp_path):
     rows = Store.open(tmp_path / "store").case("body_2").read()
     assert (rows["pressure"] == 2.0).all()
     assert rows["wall_shear"][0] == pytest.approx([1.0, 0.0, 0.0])
+
+
+def test_the_metric_is_computed(monkeypatch):
+    for table in ("COLUMNS", "METRICS"):
+        monkeypatch.setattr(metrics, table, dict(getattr(metrics, table)))
+    exec(compile(example("A metric"), "CONTRIBUTING.md", "exec"), {})
+    truth = np.array([1.0, 2.0, -1.0])
+    found = metrics.evaluate_case("made", {"p": truth + 0.5}, {"p": truth}, np.ones(3))
+    assert found["p"]["rel_l1"] == pytest.approx(1.5 / 4.0)
 
 
 def test_what_the_generator_makes_is_prepared_and_whole(tmp_path, monkeypatch):
