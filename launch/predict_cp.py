@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from cpflare.engine import parallelize
 from cpflare.errors import ConfigError, DataError
 from cpflare.evaluate.job import Mesh, Predictor
 from cpflare.evaluate.predict import Inference, load_weights
+from cpflare.evaluate.sanity import Trained
 from cpflare.log import set_up_logging
 from cpflare.models import build_model
 from cpflare.parallel.runtime import agreed, run_guarded, same_on_all
@@ -50,6 +52,9 @@ def parser() -> Parser:
     parser.add_argument("--source", type=Path, help="folder of the source meshes, if they moved")
     parser.add_argument("--memory-limit", help="of each rank, such as 6GiB: chunks follow from it")
     parser.add_argument("--ref-area", type=float, help="reference area of --mesh in m²")
+    parser.add_argument(
+        "--length-scale", type=float, help="metres a unit of --mesh, such as 0.001 for millimetres"
+    )
     parser.add_argument("--speed", type=float, help="free-stream speed of --mesh in m/s")
     return parser
 
@@ -60,6 +65,9 @@ def main(argv: Sequence[str]) -> None:
         options = parser().parse_args(argv)
         if sum(value is not None for value in (options.cases, options.split, options.mesh)) != 1:
             raise ConfigError("give one of --cases, --split and --mesh; see --help")
+        scale = options.length_scale
+        if scale is not None and not (options.mesh and 0 < scale < math.inf):
+            raise ConfigError(f"--length-scale {scale} must be positive, and goes with --mesh")
     rank, world_size, _ = environment_ranks()
     set_up_logging(rank, world_size)
     parallel = ParallelConfig()
@@ -83,6 +91,7 @@ def main(argv: Sequence[str]) -> None:
             topology,
             options.out,
             run.was_trained_on,
+            Trained.of(run.dataset, run.normalizer),
         )
         store, cases = (None, ()) if options.mesh else _store_and_cases(options, run)
         if rank == 0:
@@ -95,7 +104,10 @@ def main(argv: Sequence[str]) -> None:
             written = predictor.predict_cases(store, cases, options.source)
         else:
             written = predictor.predict_meshes(
-                options.mesh, _mesh_reader(run), ref_area=options.ref_area, speed=options.speed
+                options.mesh,
+                _mesh_reader(run, options.length_scale),
+                ref_area=options.ref_area,
+                speed=options.speed,
             )
     for path in written:
         print(path)
@@ -118,11 +130,12 @@ def _store_and_cases(
     return store, cases
 
 
-def _mesh_reader(run: RunDescription):  # type: ignore[no-untyped-def]
+def _mesh_reader(run: RunDescription, length_scale: float | None):  # type: ignore[no-untyped-def]
     from data_prep.fields import FieldMap
     from data_prep.read import load_case
 
-    field_map = FieldMap.from_dict(run.field_map)
+    scale = {} if length_scale is None else {"length_scale": length_scale}
+    field_map = FieldMap.from_dict(run.field_map | scale)
 
     def read(path: Path) -> Mesh:
         return load_case(path, field_map, with_targets=False)

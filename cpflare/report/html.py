@@ -134,6 +134,8 @@ def _header(run_dir: Path, config: Mapping[str, Any]) -> str:
         if _get(config, f"model.{key}") is not None
     ]
     dataset = _get(config, "dataset.name")
+    if _get(config, "dataset.embedded"):
+        dataset = "embedded (made-up cars)"
     line = f"{mixer}: {', '.join(parts)}" + (f" · data set {dataset}" if dataset else "")
     return f"<header><h1>{_text(run_dir.resolve().name)}</h1><p>{_text(line)}</p></header>\n"
 
@@ -228,7 +230,7 @@ def _evaluation(metrics: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:#.4g}"
+    return "–" if value is None else f"{value:#.4g}"
 
 
 def _table(

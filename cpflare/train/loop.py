@@ -128,11 +128,12 @@ class Trainer:
                 topology.cp,
             )
         logger.info(
-            "%s, %d parameters (%s…), %d training cases, %d steps, cp=%d × dp=%d, %s on %s%s",
+            "%s, %d parameters (%s…), %d training cases%s, %d steps, cp=%d × dp=%d, %s on %s%s",
             self.config.model.mixer,
             sum(p.numel() for p in self.learner.model.parameters()),
             digest[:8],
             len(self.train_cases),
+            " of the embedded data set" if self.store.embedded else "",
             self.total_steps,
             topology.cp,
             topology.dp,

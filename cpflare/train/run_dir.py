@@ -127,6 +127,8 @@ def describe_dataset(
     cases = {name: store.case(name).attrs.get("source_checksum") for name in train_cases}
     return {
         "train_cases": {**earlier, **cases},
+        "train_rows": [pick(store.rows[name] for name in train_cases) for pick in (min, max)],
+        "embedded": store.embedded,
         "name": store.dataset,
         "field_map": store.field_map,
         "store_identity": store.identity,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cpflare.data.store import Case, Store
+from cpflare.data.store import MARK, Case, Store
 from cpflare.data.store_writer import StoreWriter
 from cpflare.errors import DataError, NonFiniteError
 from cpflare.evaluate import evaluate
@@ -199,6 +200,16 @@ def test_cases_that_were_trained_on_are_named(tmp_path):
     assert evaluate_predictions(tmp_path / "out", store)["notices"] == [
         "in the store's split 'train', so perhaps seen: run_1"
     ]
+
+
+def test_the_embedded_data_set_is_named(scene, tmp_path):
+    out, store, _, _ = scene
+    shutil.copytree(store.path, tmp_path / "named")
+    mark = json.loads((tmp_path / "named" / MARK).read_text())
+    (tmp_path / "named" / MARK).write_text(json.dumps({**mark, "embedded": True}))
+    for opened in (store, Store.open(tmp_path / "named")):
+        named = [n for n in evaluate_predictions(out, opened)["notices"] if "made-up cars" in n]
+        assert len(named) == opened.embedded
 
 
 def test_bad_predictions_are_named_and_leave_the_former_metrics(scene):
