@@ -45,6 +45,9 @@ def parser() -> Parser:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a finished training run")
     parser.add_argument("--cases", help="names of cases of the store, separated by commas")
+    parser.add_argument(
+        "--case", action="append", help="one case, whose name may have commas; may be repeated"
+    )
     parser.add_argument("--split", help="all cases of a split of the store: train, val or test")
     parser.add_argument("--mesh", type=Path, nargs="+", help="meshes without a store")
     parser.add_argument("--out", type=Path, required=True, help="folder of the predictions")
@@ -63,8 +66,9 @@ def main(argv: Sequence[str]) -> None:
     """One rank's share of the predictions."""
     with same_on_all():
         options = parser().parse_args(argv)
-        if sum(value is not None for value in (options.cases, options.split, options.mesh)) != 1:
-            raise ConfigError("give one of --cases, --split and --mesh; see --help")
+        named = options.cases if options.case is None else options.case
+        if sum(value is not None for value in (named, options.split, options.mesh)) != 1:
+            raise ConfigError("give one of --cases (or --case), --split and --mesh; see --help")
         scale = options.length_scale
         if scale is not None and not (options.mesh and 0 < scale < math.inf):
             raise ConfigError(f"--length-scale {scale} must be positive, and goes with --mesh")
@@ -122,7 +126,11 @@ def _store_and_cases(
             f"store {store.path} was prepared with the field map {store.dataset}, the run with "
             f"{run.dataset['name']}; predict with a store of the run's map"
         )
-    cases = store.split(options.split) if options.split else tuple(options.cases.split(","))
+    if options.split:
+        cases = store.split(options.split)
+    else:
+        listed = options.cases.split(",") if options.cases is not None else []
+        cases = tuple(dict.fromkeys([*listed, *(options.case or [])]))
     for name in cases:
         store.case(name)
     if not cases:

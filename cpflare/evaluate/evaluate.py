@@ -245,6 +245,7 @@ def _force_scores(
 def format_metrics(metrics: Mapping[str, Any]) -> str:
     """Return the metrics as text tables for a terminal; `print` it."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(width=110, force_terminal=False)
@@ -259,7 +260,7 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
             table.add_column(metric, justify="right")
         for (case, result), more in zip_longest(metrics["cases"].items(), dev):
             values = [*result[field].values(), *([] if more is None else [more])]
-            table.add_row(case, *(f"{value:#.4g}" for value in values))
+            table.add_row(escape(case), *(f"{value:#.4g}" for value in values))
         table.add_section()
         means = [*metrics["mean"][field].values(), *([float(np.mean(dev))] if dev else [])]
         table.add_row("mean", *(f"{value:#.4g}" for value in means))
@@ -272,7 +273,9 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
             table.add_column(name, justify="right")
         for case, result in metrics["cases"].items():
             pairs = (result["forces"].get(name) for name in names)
-            table.add_row(case, *(f"{p['pred']:.4f} / {p['true']:.4f}" if p else "" for p in pairs))
+            table.add_row(
+                escape(case), *(f"{p['pred']:.4f} / {p['true']:.4f}" if p else "" for p in pairs)
+            )
         scores = metrics.get("forces") or {}
         if scores:
             table.add_section()

@@ -300,3 +300,10 @@ def test_the_mapped_ahmed_bodies_from_source_to_drag(tmp_path):
         assert result["forces"]["Cd"]["true"] == pytest.approx(drag, abs=5e-4)
         assert result["forces"]["Cd"]["pred"] == result["forces"]["Cd"]["true"]
         assert result["wall_shear"]["rel_l2"] == 0.0
+
+
+def test_names_with_brackets_stand_in_the_tables():
+    values = {"pressure": {"rel_l2": 0.5}}
+    forces = {"Cd": {"pred": 0.1, "true": 0.2}}
+    metrics = {"cases": {"car[red]": {**values, "forces": forces}}, "mean": values}
+    assert format_metrics(metrics).count("car[red]") == 2
