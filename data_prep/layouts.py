@@ -87,7 +87,8 @@ def _read_curator(path: Path, notices: list[str]) -> dict[str, Array]:
         ) from None
     out = {}
     for name, array in arrays.items():
-        assert isinstance(array, zarr.Array)
+        if not isinstance(array, zarr.Array):
+            raise DataError(f"{path}: {name} is a group, and an array is needed; copy it again")
         missing = array.nchunks - array.nchunks_initialized
         if missing and name != FIELDS:
             raise DataError(

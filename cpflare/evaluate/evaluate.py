@@ -125,20 +125,7 @@ def evaluate_stored_case(
     The store's rows are shuffled: row i is source row `cell_id[i]`, which is where its prediction
     is looked up, a shard of rows at a time.
     """
-    names = tuple(name for name in predictions if name in stored.fields)
-    if not names:
-        raise DataError(
-            f"case '{case}': the store has no truth for {', '.join(predictions)}; prepare it from "
-            "sources with fields"
-        )
-    for name in names:
-        shape = FIELDS[name].shape(stored.num_rows)
-        if predictions[name].shape != shape:
-            raise DataError(
-                f"case '{case}', field '{name}': the prediction has shape "
-                f"{predictions[name].shape}, and the store's case needs {shape}; predict from the "
-                "mesh that the store was made from"
-            )
+    names = _fields_to_score(case, predictions, stored)
     reference, shear_sign = _force_setup(case, names, stored, notices)
     sums = FieldSums(names)
     forces = [ForceSums(reference.centre, shear_sign) for _ in range(2)] if reference else []
@@ -168,17 +155,42 @@ def evaluate_stored_case(
     result: dict[str, Any] = dict(sums.metrics(case))
     deviations[case] = sums.relative_to_deviation()
     result["forces"] = {}
-    bounds = stored.attrs.get("bounds")
-    if reference is not None and bounds is not None and stored.attrs.get("closed") is False:
-        half = half_of(open_by, *np.array(bounds, np.float64).T)
-        notices += [f"{case}: {half}"] if half else []
     if reference is not None:
+        notices += _cut(stored, open_by)
         pred, true = (coefficients(total, reference) for total in forces)
         suffix = "" if shear_sign else "_pressure"  # only part of the force: the name says so
         result["forces"] = {
             name + suffix: {"pred": pred[name], "true": true[name]} for name in pred
         }
     return result
+
+
+def _fields_to_score(case: str, predictions: Mapping[str, Array], stored: Case) -> tuple[str, ...]:
+    """The predicted fields that the store has the truth of, each with the store's rows."""
+    names = tuple(name for name in predictions if name in stored.fields)
+    if not names:
+        raise DataError(
+            f"case '{case}': the store has no truth for {', '.join(predictions)}; prepare it from "
+            "sources with fields"
+        )
+    for name in names:
+        shape = FIELDS[name].shape(stored.num_rows)
+        if predictions[name].shape != shape:
+            raise DataError(
+                f"case '{case}', field '{name}': the prediction has shape "
+                f"{predictions[name].shape}, and the store's case needs {shape}; predict from the "
+                "mesh that the store was made from"
+            )
+    return names
+
+
+def _cut(stored: Case, open_by: Array) -> list[str]:
+    """Say where a surface ends in a plane, whose forces are those of a half."""
+    bounds = stored.attrs.get("bounds")
+    if bounds is None or stored.attrs.get("closed") is not False:
+        return []
+    half = half_of(open_by, *np.array(bounds, np.float64).T)
+    return [f"{stored.name}: {half}"] if half else []
 
 
 def _force_setup(

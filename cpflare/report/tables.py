@@ -7,6 +7,7 @@ from html import escape
 
 
 def number(value: float | None) -> str:
+    """Four digits, or a dash for what is left out."""
     return "–" if value is None else f"{value:#.4g}"
 
 
@@ -18,6 +19,8 @@ def table(
     foot: Iterable[Sequence[str]],
     kind: str = "",
 ) -> str:
+    """A table with a caption and `foot` set apart below; `kind` is a class of the page's CSS."""
+
     def line(cells: Sequence[str], tag: str = "td") -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
