@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from cpflare.data.store import Case
 from cpflare.errors import DataError
-from cpflare.files import leftovers, remove, written_aside
+from cpflare.files import leftovers, real, remove, written_aside
 from cpflare.formats import search
 from cpflare.formats.files import refuse_pointer
 
@@ -144,7 +144,7 @@ def require_outside(out: Path, store: Path) -> None:
 
     Raises: DataError
     """
-    if store.resolve() in (out.resolve(), *out.resolve().parents):
+    if real(store) in (real(out), *real(out).parents):
         raise DataError(f"{out} is in the store {store} that is read; name another folder")
 
 

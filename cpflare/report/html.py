@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from cpflare.errors import DataError
-from cpflare.files import one_line, written_aside
+from cpflare.files import one_line, real, written_aside
 from cpflare.models.mixers import mixer_title
 from cpflare.report.curves import History, draw_curve, draw_evaluations, read_history
 from cpflare.report.plots import draw_parity
@@ -63,7 +63,7 @@ def write_report(run_dir: Path, predictions: Path | None = None) -> Path:
     page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(run_dir.resolve().name)} · cpflare report</title>\n"
+        f"<title>{_text(real(run_dir).name)} · cpflare report</title>\n"
         f"<style>{CSS}</style>\n</head>\n<body>\n<main>\n{''.join(body)}</main>\n</body>\n</html>\n"
     )
     path = run_dir / "report.html"
@@ -139,7 +139,7 @@ def _header(run_dir: Path, config: Mapping[str, Any]) -> str:
     if _get(config, "dataset.embedded"):
         dataset = "embedded (made-up cars)"
     line = f"{mixer}: {', '.join(parts)}" + (f" · data set {dataset}" if dataset else "")
-    return f"<header><h1>{_text(run_dir.resolve().name)}</h1><p>{_text(line)}</p></header>\n"
+    return f"<header><h1>{_text(real(run_dir).name)}</h1><p>{_text(line)}</p></header>\n"
 
 
 def _summary(run_dir: Path, history: History, metrics: Mapping[str, Any]) -> str:

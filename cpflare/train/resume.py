@@ -18,6 +18,7 @@ from cpflare.data.normalize import Normalizer
 from cpflare.data.store import Store
 from cpflare.errors import ConfigError
 from cpflare.evaluate.predict import read_weights
+from cpflare.files import real
 from cpflare.parallel.runtime import agreed
 from cpflare.parallel.topology import Topology
 from cpflare.train.checkpoint import find_checkpoint, set_aside
@@ -94,7 +95,7 @@ def set_aside_other_run(run_dir: Path, path: Path | None, step: int) -> None:
     does it.
     """
     directory = run_dir / CHECKPOINTS
-    if path is None or path.resolve().parent != directory.resolve():
+    if path is None or real(path).parent != real(directory):
         step = -1  # not a checkpoint of this folder: none of it is this run's past
     number = 1
     while (aside := run_dir / f"earlier_{number}").exists():

@@ -21,7 +21,7 @@ from cpflare.data.mark import MARK, read_mark
 from cpflare.data.normalize import Normalizer
 from cpflare.data.store import Case, Store
 from cpflare.errors import ConfigError, DataError
-from cpflare.files import leftovers, one_line, remove, writing, written_aside
+from cpflare.files import leftovers, one_line, real, remove, writing, written_aside
 
 logger = logging.getLogger("cpflare")
 
@@ -144,8 +144,8 @@ def write_config(run_dir: Path, config: Config, dataset: Mapping[str, Any]) -> N
     Raises:
         ConfigError: the folder cannot be made or written.
     """
-    store = Path(config.data.store).resolve()
-    relative = os.path.relpath(store, run_dir.resolve())
+    store = real(Path(config.data.store))
+    relative = os.path.relpath(store, real(run_dir))
     places = {"absolute": str(store), "relative": relative}
     content = {**config.to_dict(), "dataset": {**dataset, "store": places}}
     what = f"run.dir={run_dir}"
