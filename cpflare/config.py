@@ -127,6 +127,9 @@ class TrainConfig(Section):
     eval_cases: Annotated[Whole, Ge(0), "cases of an evaluation before the end; 0: all"] = 4
     eval_tokens: Annotated[Count | Literal["all"], "cells of such a case"] = 100_000
     resume: Annotated[str, "auto: from the newest checkpoint; never; or a checkpoint"] = "auto"
+    init_from: Annotated[
+        str | None, "a run's folder, whose weights a new run starts with; all else is its own"
+    ] = None
     nonfinite: Annotated[
         Literal["stop", "skip"], "what a step without finite loss and gradient does"
     ] = "stop"

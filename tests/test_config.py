@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from importlib import resources
 
 import pytest
@@ -292,3 +293,14 @@ def test_every_section_is_frozen():
         name = dataclasses.fields(part)[0].name
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(part, name, getattr(part, name))
+
+
+@pytest.mark.parametrize("override", ["run.dir=1e5", "data.train_split=[1e5,8]", "data.store=12"])
+def test_a_name_that_yaml_reads_as_a_number_is_mended_by_quotes(override):
+    with pytest.raises(ConfigError, match="quotes mend it") as caught:
+        load_config(None, [override])
+    mended = re.search(r"as in '(.*)'", str(caught.value))[1]
+    key, _, value = mended.partition("=")
+    section, _, name = key.partition(".")
+    found = getattr(getattr(load_config(None, [mended]), section), name)
+    assert found == (["1e5"] if value.startswith("[") else "1e5")

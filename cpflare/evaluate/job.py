@@ -28,6 +28,7 @@ from cpflare.evaluate.predict import (
     predict_shard,
     run_model,
 )
+from cpflare.evaluate.sanity import Trained, half_of
 from cpflare.files import checksum_of, refuse_overwriting, size_of, written_aside
 from cpflare.formats.files import SUFFIXES
 from cpflare.formats.search import parts
@@ -40,7 +41,8 @@ from cpflare.precision import weight_dtype
 
 logger = logging.getLogger("cpflare")
 
-Fields = dict[str, NDArray[Any]]
+Array = NDArray[Any]
+Fields = dict[str, Array]
 
 
 class Mesh(Protocol):
@@ -63,6 +65,7 @@ class Predictor:
     topology: Topology
     out: Path
     was_trained_on: Callable[[Case], bool | None] = lambda case: None
+    trained: Trained | None = None
 
     def predict_cases(
         self, store: Store, cases: Sequence[str], source: Path | None = None
@@ -89,6 +92,8 @@ class Predictor:
         written = []
         for name in self._progress(cases):
             case = store.case(name)
+            if "bounds" in case.attrs:
+                self._remark(name, np.array(case.attrs["bounds"], np.float64), case.num_rows)
             window = Window(name, 0, case.num_rows, case.num_rows)
             targets = [field for field in self.normalizer.targets if field in case.fields]
             predicted = predict_shard(self.model, reader, window, self.inference)
@@ -163,6 +168,10 @@ class Predictor:
                 continue
             for notice in mesh.attrs.get("notices", []):
                 logger.warning("notice: %s: %s", path, notice)
+            position = mesh.fields["position"]
+            bounds = np.stack([position.min(axis=0), position.max(axis=0)], axis=1)
+            cut = mesh.fields["area_vector"].sum(axis=0)
+            self._remark(path, bounds, len(position), None if mesh.attrs.get("closed") else cut)
             check_finite(path.stem, fields)
             out = self.out / f"{path.stem}.vtp"
             written.append(write_vtp(path, out, fields, None, self.field_map, mesh.association))
@@ -171,6 +180,15 @@ class Predictor:
             with written_aside(self.out / "forces.json") as aside:
                 aside.write_text(json.dumps(forces, indent=2) + "\n")
         return written
+
+    def _remark(self, what: object, bounds: Array, rows: int, open_by: Array | None = None) -> None:
+        """Say what is odd about a surface with these bounds [3, 2]."""
+        low, high = bounds.T
+        remarks = self.trained.remarks(low, high, rows) if self.trained is not None else []
+        half = half_of(open_by, low, high) if open_by is not None else None
+        if self.topology.rank == 0:
+            for remark in [*remarks, *([half] if half else [])]:
+                logger.warning("notice: %s: %s", what, remark)
 
     def _predict_mesh(self, mesh: Mesh) -> Fields | None:
         num_rows = len(mesh.fields["position"])
