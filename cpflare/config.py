@@ -183,6 +183,8 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
         loaded = OmegaConf.load(_config_path(source)) if source is not None else OmegaConf.create()
         if not OmegaConf.is_dict(loaded):
             raise ConfigError(f"configuration {source} is a list; it needs sections such as model:")
+        if OmegaConf.select(loaded, "dataset.normalizer") is not None:
+            loaded.pop("dataset")  # a run's own file, which also says what it was trained on
         merged = OmegaConf.to_container(OmegaConf.merge(loaded, _dotted(overrides)), resolve=True)
     except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import logging
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from cpflare.config import ParallelConfig, parse_bytes
 from cpflare.data.store import Store
 from cpflare.engine import parallelize
 from cpflare.errors import ConfigError, DataError
+from cpflare.evaluate.evaluate import seen_in_training
 from cpflare.evaluate.job import Mesh, Predictor
 from cpflare.evaluate.predict import Inference, load_weights
 from cpflare.evaluate.sanity import Trained
@@ -58,6 +60,9 @@ def parser() -> Parser:
     parser.add_argument(
         "--length-scale", type=float, help="metres a unit of --mesh, such as 0.001 for millimetres"
     )
+    parser.add_argument(
+        "--mirror", choices=["x", "y", "z"], help="--mesh is a half, mirrored normal to this"
+    )
     parser.add_argument("--speed", type=float, help="free-stream speed of --mesh in m/s")
     return parser
 
@@ -65,13 +70,7 @@ def parser() -> Parser:
 def main(argv: Sequence[str]) -> None:
     """One rank's share of the predictions."""
     with same_on_all():
-        options = parser().parse_args(argv)
-        named = options.cases if options.case is None else options.case
-        if sum(value is not None for value in (named, options.split, options.mesh)) != 1:
-            raise ConfigError("give one of --cases (or --case), --split and --mesh; see --help")
-        scale = options.length_scale
-        if scale is not None and not (options.mesh and 0 < scale < math.inf):
-            raise ConfigError(f"--length-scale {scale} must be positive, and goes with --mesh")
+        options = _options(argv)
     rank, world_size, _ = environment_ranks()
     set_up_logging(rank, world_size)
     parallel = ParallelConfig()
@@ -99,9 +98,10 @@ def main(argv: Sequence[str]) -> None:
         )
         store, cases = (None, ()) if options.mesh else _store_and_cases(options, run)
         if rank == 0:
-            seen = [name for name in cases if store and run.was_trained_on(store.case(name))]
-            if seen:
-                logger.warning("notice: seen in training: %s", ", ".join(seen))
+            if store is not None:
+                told = {name: run.was_trained_on(store.case(name)) for name in cases}
+                for notice in seen_in_training(told, store):
+                    logger.warning("notice: %s", notice)
             options.out.mkdir(parents=True, exist_ok=True)
     with topology.stop.on_signals():
         if store is not None:
@@ -110,11 +110,25 @@ def main(argv: Sequence[str]) -> None:
             written = predictor.predict_meshes(
                 options.mesh,
                 _mesh_reader(run, options.length_scale),
-                ref_area=options.ref_area,
-                speed=options.speed,
+                {"area": options.ref_area, "speed": options.speed, "mirror": options.mirror},
             )
     for path in written:
         print(path)
+    if rank == 0 and store is not None:
+        out, known, run_dir = map(shlex.quote, map(str, (options.out, store.path, options.run_dir)))
+        report = f"cpflare report {run_dir} --predictions {out}"
+        logger.info("next: cpflare evaluate %s --store %s && %s", out, known, report)
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    options = parser().parse_args(argv)
+    named = options.cases if options.case is None else options.case
+    if sum(value is not None for value in (named, options.split, options.mesh)) != 1:
+        raise ConfigError("give one of --cases (or --case), --split and --mesh; see --help")
+    scale = options.length_scale
+    if scale is not None and not (options.mesh and 0 < scale < math.inf):
+        raise ConfigError(f"--length-scale {scale} must be positive, and goes with --mesh")
+    return options
 
 
 def _store_and_cases(

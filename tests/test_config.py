@@ -7,6 +7,7 @@ import re
 from importlib import resources
 
 import pytest
+import yaml
 
 from cpflare.arguments import describe_keys, described_keys, keys_page
 from cpflare.config import Config, config_from_dict, load_config, parse_bytes
@@ -304,3 +305,13 @@ def test_a_name_that_yaml_reads_as_a_number_is_mended_by_quotes(override):
     section, _, name = key.partition(".")
     found = getattr(getattr(load_config(None, [mended]), section), name)
     assert found == (["1e5"] if value.startswith("[") else "1e5")
+
+
+def test_a_runs_own_file_is_a_configuration(tmp_path):
+    config = load_config(None, ["model.blocks=3"])
+    content = {**config.to_dict(), "dataset": {"normalizer": {}, "train_cases": {"run_1": None}}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    assert load_config(tmp_path / "config.yaml") == config
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"dataset": {"other": 1}}))
+    with pytest.raises(ConfigError, match="unknown config key 'dataset"):
+        load_config(tmp_path / "config.yaml")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,8 @@ def evaluate_predictions(
         predictions = read_predictions(path, store.field_map)
         results[case] = evaluate_stored_case(case, predictions, opened, notices, deviations)
         units |= opened.attrs.get("units") or {}
-    notices += _seen_in_training(results, files, store)
+    told = {case: (read_description(files[case]) or {}).get("trained_on") for case in results}
+    notices += seen_in_training(told, store)
     notices += _dominated_by_mean(results, deviations)
     if store.embedded:
         notices.append("the embedded data set: made-up cars with a made-up flow")
@@ -81,9 +82,12 @@ def evaluate_predictions(
     return metrics
 
 
-def _seen_in_training(cases: Iterable[str], files: Mapping[str, Path], store: Store) -> list[str]:
-    """What the files say of their run; only where they say nothing the store's present split."""
-    told = {case: (read_description(files[case]) or {}).get("trained_on") for case in cases}
+def seen_in_training(told: Mapping[str, bool | None], store: Store) -> list[str]:
+    """Notices on cases that a run was trained on, or perhaps was.
+
+    `told` is what the run says of each case; only where it does not know (None), the store's
+    present split stands in.
+    """
     seen = [case for case, known in told.items() if known]
     train = store.splits.get("train", ())
     perhaps = [case for case, known in told.items() if known is None and case in train]
@@ -156,7 +160,7 @@ def evaluate_stored_case(
     deviations[case] = sums.relative_to_deviation()
     result["forces"] = {}
     if reference is not None:
-        notices += _cut(stored, open_by)
+        notices += _cut(stored, open_by) if reference.mirror is None else []
         pred, true = (coefficients(total, reference) for total in forces)
         suffix = "" if shear_sign else "_pressure"  # only part of the force: the name says so
         result["forces"] = {
@@ -292,8 +296,8 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
         if scores:
             table.add_section()
             for key, title in (("mae", "mean abs. error"), ("r2", "R²")):
-                values = ((scores.get(name) or {}).get(key) for name in names)
-                table.add_row(title, *("–" if v is None else f"{v:.4f}" for v in values))
+                found = ((scores.get(name) or {}).get(key) for name in names)
+                table.add_row(title, *("–" if v is None else f"{v:.4f}" for v in found))
         tables.append(table)
     with console.capture() as captured:
         for table in tables:

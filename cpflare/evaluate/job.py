@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -143,16 +144,16 @@ class Predictor:
         self,
         meshes: Sequence[Path],
         read_mesh: Callable[[Path], Mesh],
-        *,
-        ref_area: float | None = None,
-        speed: float | None = None,
+        constants: Mapping[str, float | str | None] = MappingProxyType({}),
     ) -> list[Path]:
         """Predict meshes without a store: OUT/<stem>.vtp each, and OUT/forces.json with
         coefficients.
 
         Every rank reads the mesh; its geometry comes from the code that prepared the training data.
-        `ref_area` [m²] and `speed` [m/s] replace the field map's reference constants.
+        `constants` (area in m², speed in m/s, mirror) replace the field map's, where not None.
         """
+        given = {name: value for name, value in constants.items() if value is not None}
+        reference = {**(self.field_map.get("reference") or {}), **given}
         stems = [path.stem for path in meshes]
         for stem in stems:
             if stems.count(stem) > 1:
@@ -170,12 +171,13 @@ class Predictor:
                 logger.warning("notice: %s: %s", path, notice)
             position = mesh.fields["position"]
             bounds = np.stack([position.min(axis=0), position.max(axis=0)], axis=1)
-            cut = mesh.fields["area_vector"].sum(axis=0)
-            self._remark(path, bounds, len(position), None if mesh.attrs.get("closed") else cut)
+            whole = mesh.attrs.get("closed") or reference.get("mirror")
+            cut = None if whole else mesh.fields["area_vector"].sum(axis=0)
+            self._remark(path, bounds, len(position), cut)
             check_finite(path.stem, fields)
             out = self.out / f"{path.stem}.vtp"
             written.append(write_vtp(path, out, fields, None, self.field_map, mesh.association))
-            forces[path.stem] = self._forces(path.stem, mesh, fields, ref_area, speed)
+            forces[path.stem] = self._forces(path.stem, mesh, fields, reference)
         if self.topology.rank == 0:
             with written_aside(self.out / "forces.json") as aside:
                 aside.write_text(json.dumps(forces, indent=2) + "\n")
@@ -207,12 +209,9 @@ class Predictor:
         )
 
     def _forces(
-        self, name: str, mesh: Mesh, fields: Fields, ref_area: float | None, speed: float | None
+        self, name: str, mesh: Mesh, fields: Fields, constants: Mapping[str, Any]
     ) -> dict[str, float] | None:
         """Coefficients of a predicted mesh; None, with a notice, without the constants for them."""
-        constants = dict(self.field_map.get("reference") or {})
-        constants |= {"area": ref_area} if ref_area is not None else {}
-        constants |= {"speed": speed} if speed is not None else {}
         sign = mesh.attrs.get("shear_sign", self.field_map.get("shear_sign"))
         if not isinstance(sign, int) or "pressure" not in fields or "wall_shear" not in fields:
             logger.warning("notice: %s: no forces without pressure, wall shear and its sign", name)

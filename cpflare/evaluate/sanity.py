@@ -35,13 +35,13 @@ class Trained:
     @classmethod
     def of(cls, dataset: Mapping[str, Any], normalizer: Normalizer) -> Trained:
         """From a run's `dataset` section."""
-        place, size = (
+        (low, high), (smallest, largest) = (
             [np.array(dataset["statistics"][name][end], np.float64) for end in ("min", "max")]
             for name in ("position", "position_relative")
         )
         rows = dataset.get("train_rows")
         known = (int(rows[0]), int(rows[1])) if rows else None
-        return cls(*place, size[1] - size[0], known, normalizer.relative_position)
+        return cls(low, high, largest - smallest, known, normalizer.relative_position)
 
     def remarks(self, low: Float64, high: Float64, rows: int) -> list[str]:
         """Notices on a surface, given by its box (metres, canonical axes) and its rows."""
@@ -113,6 +113,6 @@ def half_of(area_vector: Float64, low: Float64, high: Float64) -> str | None:
     place = (low if area_vector[axis] > 0 else high)[axis]
     return (
         f"it is open in a plane at {'xyz'[axis]} = {place:.4g} m, as a half model is: forces are "
-        f"those of this half alone, and the force along {'xyz'[axis]} is the cut's; mirror it for "
-        "those of the whole"
+        f"those of this half alone, and the force along {'xyz'[axis]} is the cut's; for those of "
+        f"the whole give --mirror {'xyz'[axis]} (reference.mirror in a field map), or mirror it"
     )

@@ -17,12 +17,14 @@ def check_fields(store: Store, cases: Sequence[str], config: Config) -> None:
             ("data.inputs", config.data.inputs),
             ("data.targets", config.data.targets),
         ):
-            for field in fields:
-                if field not in case.fields:
-                    raise DataError(
-                        f"case {name} of store {store.path} has no field {field} ({key}); it has "
-                        f"{', '.join(case.fields)}; change {key} or prepare it with that field"
-                    )
+            present = [field for field in fields if field in case.fields]
+            if len(present) < len(fields):
+                absent = ", ".join(field for field in fields if field not in present)
+                mend = f"set '{key}=[{','.join(present)}]'" if present else f"change {key}"
+                raise DataError(
+                    f"case {name} of store {store.path} has no field {absent} ({key}); it has "
+                    f"{', '.join(case.fields)}; {mend}, or prepare it with that field"
+                )
 
 
 def split_cases(

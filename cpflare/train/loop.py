@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -242,6 +243,13 @@ class Trainer:
     def _write_weights(self) -> None:
         write_weights(self.run_dir / WEIGHTS, self.learner.weights(averaged=True))
         logger.info("wrote %s", self.run_dir / WEIGHTS)
+        if held_out := [split for split in ("test", "val") if self.store.splits.get(split)]:
+            logger.info(
+                "next: cpflare predict %s --split %s --out %s",
+                shlex.quote(str(self.run_dir)),
+                held_out[0],
+                shlex.quote(str(self.run_dir / "predictions")),
+            )
 
     def _asked(self) -> str | None:
         """Whether a signal asks for a stop, where no step has told. Collective."""

@@ -125,9 +125,9 @@ def run_identity(
     }
     shared_data = ("inputs", "targets", "position", "tokens")
     keys |= {f"data.{name}": getattr(config.data, name) for name in shared_data}
-    shared = ("seed", "precision", "loss", "schedule", "warmup", "lr", "weight_decay", "ema")
-    shared += ("init_from",)
-    keys |= {f"train.{name}": getattr(config.train, name) for name in shared}
+    optimisation = ("seed", "precision", "loss", "schedule", "warmup", "lr", "weight_decay", "ema")
+    for name in (*optimisation, "init_from"):
+        keys[f"train.{name}"] = getattr(config.train, name)
     keys["data.train_split"] = list(train_cases)
     keys["train.cases_per_step"] = cases_per_step
     keys[_STEPS] = total_steps

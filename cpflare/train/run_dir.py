@@ -52,13 +52,21 @@ class RunDescription:
         return dict(self.dataset["field_map"])
 
     def was_trained_on(self, case: Case) -> bool | None:
-        """Whether a case was trained on, by its name or its source's content; None where the run
-        does not say, as those of version 0.1.0 don't."""
+        """Whether a case was trained on: its source's content, under any name, or its name.
+
+        None where that is not known: the run does not say, as those of version 0.1.0 don't, or it
+        has a case of this name with another content, which may be the same shape solved again, or
+        a case of another data set.
+        """
         known: Mapping[str, str | None] | None = self.dataset.get("train_cases")
         if known is None:
             return None
         digest = case.attrs.get("source_checksum")
-        return case.name in known or (digest is not None and digest in known.values())
+        if digest is not None and digest in known.values():
+            return True
+        if case.name not in known:
+            return False
+        return True if None in (digest, known[case.name]) else None
 
     def find_store(self) -> Path:
         """The store that the run was trained on: where it was, or beside the run where both moved.
