@@ -183,15 +183,16 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
         loaded = OmegaConf.load(_config_path(source)) if source is not None else OmegaConf.create()
         if not OmegaConf.is_dict(loaded):
             raise ConfigError(f"configuration {source} is a list; it needs sections such as model:")
-        if OmegaConf.select(loaded, "dataset.normalizer") is not None:
-            loaded.pop("dataset")  # a run's own file, which also says what it was trained on
         merged = OmegaConf.to_container(OmegaConf.merge(loaded, _dotted(overrides)), resolve=True)
     except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"configuration {source}: {one_line(error)}; mend the file or the overrides"
         ) from None
     assert isinstance(merged, dict)
-    return config_from_dict({str(key): value for key, value in merged.items()})
+    values = {str(key): value for key, value in merged.items()}
+    if "normalizer" in (values.get("dataset") or ()):
+        del values["dataset"]  # a run's own file, which also says what it was trained on
+    return config_from_dict(values)
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
