@@ -126,6 +126,9 @@ class TrainConfig(Section):
     eval_cases: Annotated[Whole, Ge(0), "cases of an evaluation before the end; 0: all"] = 4
     eval_tokens: Annotated[Count | Literal["all"], "cells of such a case"] = 100_000
     resume: Annotated[str, "auto: from the newest checkpoint; never; or a checkpoint"] = "auto"
+    init_from: Annotated[
+        str | None, "a run's folder, whose weights a new run starts with; all else is its own"
+    ] = None
     nonfinite: Annotated[
         Literal["stop", "skip"], "what a step without finite loss and gradient does"
     ] = "stop"
@@ -185,7 +188,10 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
             f"configuration {source}: {one_line(error)}; mend the file or the overrides"
         ) from None
     assert isinstance(merged, dict)
-    return config_from_dict({str(key): value for key, value in merged.items()})
+    values = {str(key): value for key, value in merged.items()}
+    if "normalizer" in (values.get("dataset") or ()):
+        del values["dataset"]  # a run's own file, which also says what it was trained on
+    return config_from_dict(values)
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:

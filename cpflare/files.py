@@ -73,17 +73,25 @@ def refuse_overwriting(out: Path | Iterable[Path], sources: Iterable[Path]) -> N
     """
     known: dict[Path | tuple[int, int], Path] = {}
     for source in sources:
-        whole = source.resolve()
+        whole = real(source)
         keys: list[Path | tuple[int, int]] = [whole, *whole.parents, *_inode(source)]
         for key in keys:
             known.setdefault(key, source)
     for path in [out] if isinstance(out, Path) else out:
-        found = next((known[k] for k in (path.resolve(), *_inode(path)) if k in known), None)
+        found = next((known[k] for k in (real(path), *_inode(path)) if k in known), None)
         if found is not None:
             same = "" if found == path else f" {found}"
             raise DataError(
                 f"{path} would overwrite the source{same}; name another folder for what is written"
             )
+
+
+def real(path: Path) -> Path:
+    """Where links lead; of links that lead in a circle, the path itself, which then fails to open.
+
+    (`Path.resolve` raises what is no error of the system.)
+    """
+    return Path(os.path.realpath(path))
 
 
 def _inode(path: Path) -> list[tuple[int, int]]:

@@ -91,7 +91,13 @@ def _sentence(kind: Any, given: Any, errors: Sequence[Any]) -> str:
     if problem == "dataclass_type":
         return f"{key}={value!r} must be a section with keys below it"
     limits = "".join(_limits(e.get("ctx", {})) for e in errors if e["loc"][:2] == place)
-    return f"{key}={value!r} must be {limits or in_words(keys_of(kind)[key][0])}"
+    wanted = in_words(keys_of(kind)[key][0])
+    listed = value if isinstance(value, list) else [value]
+    mend = ""
+    if ("a text" in wanted or "names" in wanted) and not all(isinstance(v, str) for v in listed):
+        shown = '["1e5"]' if isinstance(value, list) else '"1e5"'
+        mend = f"; quotes mend it where YAML reads a name otherwise, as in '{key}={shown}'"
+    return f"{key}={value!r} must be {limits or wanted}{mend}"
 
 
 def in_words(hint: Any) -> str:

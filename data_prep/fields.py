@@ -75,6 +75,10 @@ class Reference:
     centre: Annotated[
         tuple[_Number, _Number, _Number] | None, Field(description="three numbers")
     ] = None  # m
+    # A surface is one half; the other is its image in the plane through `centre` normal to this.
+    mirror: Annotated[
+        Literal["x", "y", "z"] | None, Field(description="x, y or z, or null for whole surfaces")
+    ] = None
 
 
 @dataclass(frozen=True, config=_CHECKED)
@@ -133,6 +137,8 @@ class FieldMap:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and YAML."""
         out: dict[str, Any] = _MAP.dump_python(self, mode="json")
+        if self.reference.mirror is None:  # as stores were written before there was one
+            del out["reference"]["mirror"]
         return out
 
     @classmethod

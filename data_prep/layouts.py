@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from cpflare.data.store import Case
 from cpflare.errors import DataError
-from cpflare.files import leftovers, remove, written_aside
+from cpflare.files import leftovers, real, remove, written_aside
 from cpflare.formats import search
 from cpflare.formats.files import refuse_pointer
 
@@ -87,7 +87,8 @@ def _read_curator(path: Path, notices: list[str]) -> dict[str, Array]:
         ) from None
     out = {}
     for name, array in arrays.items():
-        assert isinstance(array, zarr.Array)
+        if not isinstance(array, zarr.Array):
+            raise DataError(f"{path}: {name} is a group, and an array is needed; copy it again")
         missing = array.nchunks - array.nchunks_initialized
         if missing and name != FIELDS:
             raise DataError(
@@ -143,7 +144,7 @@ def require_outside(out: Path, store: Path) -> None:
 
     Raises: DataError
     """
-    if store.resolve() in (out.resolve(), *out.resolve().parents):
+    if real(store) in (real(out), *real(out).parents):
         raise DataError(f"{out} is in the store {store} that is read; name another folder")
 
 

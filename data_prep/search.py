@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 
 from cpflare.data.store import MARK, natural_order
 from cpflare.errors import DataError
+from cpflare.files import real
 from cpflare.formats.files import SUFFIXES, WITHOUT_FIELDS
 from cpflare.formats.search import PARALLEL, Passed, owners, shown, tree
 from data_prep import layouts
@@ -72,7 +73,7 @@ def search(sources: Sequence[Path], field_map: FieldMap) -> Search:
             _require_text(file)
             name = case_name(file, field_map)
             before = found.cases.setdefault(name, file)
-            if before.resolve() != file.resolve():
+            if real(before) != real(file):
                 raise DataError(
                     f"case {name} comes twice: {before} and {file}; leave one out or rename it"
                 )
@@ -123,7 +124,7 @@ def _fits(file: Path, patterns: Iterable[str]) -> bool:
 
 def _is_part(file: Path, owned: dict[Path, Path], taken: list[Path], passed: Passed) -> bool:
     """Whether another file names it as a piece, which then is the case or the reason to stop."""
-    owner = owned.get(file.resolve())
+    owner = owned.get(real(file))
     if owner is None:
         return False
     if owner.suffix.lower() not in PARALLEL:

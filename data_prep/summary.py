@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cpflare.config import DataConfig
 from cpflare.data.mark import in_words
+from cpflare.data.store import Store
 from data_prep.convert import Outcome
 from data_prep.search import Search
 
@@ -86,6 +88,21 @@ class PrepSummary:
         if self.discarded:
             lines.append(f"notice: nothing was prepared, so nothing is left in {self.store}")
         return lines
+
+    def next_step(self) -> str | None:
+        """The command that trains on the store, with the targets that it has."""
+        store = Store.open(self.store)
+        if not store.splits.get("train"):
+            return None
+        fields = store.case(store.splits["train"][0]).fields
+        wanted = DataConfig().targets
+        targets = [name for name in wanted if name in fields]
+        if not targets:
+            return None
+        settings = [f"data.store={self.store}", f"run.dir=runs/{Path(self.store).stem}"]
+        if targets != list(wanted):
+            settings.append(f"data.targets=[{','.join(targets)}]")
+        return f"next: cpflare train {shlex.join(settings)}"
 
     def _grouped(self, told: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """(cases, text) for each text; texts that differ in names and numbers alone are one."""

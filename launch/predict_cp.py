@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import math
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +16,10 @@ from cpflare.config import ParallelConfig, parse_bytes
 from cpflare.data.store import Store
 from cpflare.engine import parallelize
 from cpflare.errors import ConfigError, DataError
+from cpflare.evaluate.evaluate import seen_in_training
 from cpflare.evaluate.job import Mesh, Predictor
 from cpflare.evaluate.predict import Inference, load_weights
+from cpflare.evaluate.sanity import Trained
 from cpflare.log import set_up_logging
 from cpflare.models import build_model
 from cpflare.parallel.runtime import agreed, run_guarded, same_on_all
@@ -43,6 +47,9 @@ def parser() -> Parser:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a finished training run")
     parser.add_argument("--cases", help="names of cases of the store, separated by commas")
+    parser.add_argument(
+        "--case", action="append", help="one case, whose name may have commas; may be repeated"
+    )
     parser.add_argument("--split", help="all cases of a split of the store: train, val or test")
     parser.add_argument("--mesh", type=Path, nargs="+", help="meshes without a store")
     parser.add_argument("--out", type=Path, required=True, help="folder of the predictions")
@@ -50,6 +57,12 @@ def parser() -> Parser:
     parser.add_argument("--source", type=Path, help="folder of the source meshes, if they moved")
     parser.add_argument("--memory-limit", help="of each rank, such as 6GiB: chunks follow from it")
     parser.add_argument("--ref-area", type=float, help="reference area of --mesh in m²")
+    parser.add_argument(
+        "--length-scale", type=float, help="metres a unit of --mesh, such as 0.001 for millimetres"
+    )
+    parser.add_argument(
+        "--mirror", choices=["x", "y", "z"], help="--mesh is a half, mirrored normal to this"
+    )
     parser.add_argument("--speed", type=float, help="free-stream speed of --mesh in m/s")
     return parser
 
@@ -57,9 +70,7 @@ def parser() -> Parser:
 def main(argv: Sequence[str]) -> None:
     """One rank's share of the predictions."""
     with same_on_all():
-        options = parser().parse_args(argv)
-        if sum(value is not None for value in (options.cases, options.split, options.mesh)) != 1:
-            raise ConfigError("give one of --cases, --split and --mesh; see --help")
+        options = _options(argv)
     rank, world_size, _ = environment_ranks()
     set_up_logging(rank, world_size)
     parallel = ParallelConfig()
@@ -83,34 +94,57 @@ def main(argv: Sequence[str]) -> None:
             topology,
             options.out,
             run.was_trained_on,
+            Trained.of(run.dataset, run.normalizer),
         )
         store, cases = (None, ()) if options.mesh else _store_and_cases(options, run)
         if rank == 0:
-            seen = [name for name in cases if store and run.was_trained_on(store.case(name))]
-            if seen:
-                logger.warning("notice: seen in training: %s", ", ".join(seen))
+            if store is not None:
+                told = {name: run.was_trained_on(store.case(name)) for name in cases}
+                for notice in seen_in_training(told, store):
+                    logger.warning("notice: %s", notice)
             options.out.mkdir(parents=True, exist_ok=True)
     with topology.stop.on_signals():
         if store is not None:
             written = predictor.predict_cases(store, cases, options.source)
         else:
             written = predictor.predict_meshes(
-                options.mesh, _mesh_reader(run), ref_area=options.ref_area, speed=options.speed
+                options.mesh,
+                _mesh_reader(run, options.length_scale),
+                {"area": options.ref_area, "speed": options.speed, "mirror": options.mirror},
             )
     for path in written:
         print(path)
+    if rank == 0 and store is not None:
+        out, known, run_dir = map(shlex.quote, map(str, (options.out, store.path, options.run_dir)))
+        report = f"cpflare report {run_dir} --predictions {out}"
+        logger.info("next: cpflare evaluate %s --store %s && %s", out, known, report)
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    options = parser().parse_args(argv)
+    named = options.cases if options.case is None else options.case
+    if sum(value is not None for value in (named, options.split, options.mesh)) != 1:
+        raise ConfigError("give one of --cases (or --case), --split and --mesh; see --help")
+    scale = options.length_scale
+    if scale is not None and not (options.mesh and 0 < scale < math.inf):
+        raise ConfigError(f"--length-scale {scale} must be positive, and goes with --mesh")
+    return options
 
 
 def _store_and_cases(
     options: argparse.Namespace, run: RunDescription
 ) -> tuple[Store, Sequence[str]]:
-    store = Store.open(options.store or run.config.data.store)
+    store = Store.open(options.store or run.find_store())
     if store.field_map != run.field_map:
         raise DataError(
             f"store {store.path} was prepared with the field map {store.dataset}, the run with "
             f"{run.dataset['name']}; predict with a store of the run's map"
         )
-    cases = store.split(options.split) if options.split else tuple(options.cases.split(","))
+    if options.split:
+        cases = store.split(options.split)
+    else:
+        listed = options.cases.split(",") if options.cases is not None else []
+        cases = tuple(dict.fromkeys([*listed, *(options.case or [])]))
     for name in cases:
         store.case(name)
     if not cases:
@@ -118,11 +152,12 @@ def _store_and_cases(
     return store, cases
 
 
-def _mesh_reader(run: RunDescription):  # type: ignore[no-untyped-def]
+def _mesh_reader(run: RunDescription, length_scale: float | None):  # type: ignore[no-untyped-def]
     from data_prep.fields import FieldMap
     from data_prep.read import load_case
 
-    field_map = FieldMap.from_dict(run.field_map)
+    scale = {} if length_scale is None else {"length_scale": length_scale}
+    field_map = FieldMap.from_dict(run.field_map | scale)
 
     def read(path: Path) -> Mesh:
         return load_case(path, field_map, with_targets=False)

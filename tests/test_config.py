@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from importlib import resources
 
 import pytest
+import yaml
 
 from cpflare.arguments import describe_keys, described_keys, keys_page
 from cpflare.config import Config, config_from_dict, load_config, option_owners, parse_bytes
@@ -304,3 +306,24 @@ def test_every_section_is_frozen():
         name = dataclasses.fields(part)[0].name
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(part, name, getattr(part, name))
+
+
+@pytest.mark.parametrize("override", ["run.dir=1e5", "data.train_split=[1e5,8]", "data.store=12"])
+def test_a_name_that_yaml_reads_as_a_number_is_mended_by_quotes(override):
+    with pytest.raises(ConfigError, match="quotes mend it") as caught:
+        load_config(None, [override])
+    mended = re.search(r"as in '(.*)'", str(caught.value))[1]
+    key, _, value = mended.partition("=")
+    section, _, name = key.partition(".")
+    found = getattr(getattr(load_config(None, [mended]), section), name)
+    assert found == (["1e5"] if value.startswith("[") else "1e5")
+
+
+def test_a_runs_own_file_is_a_configuration(tmp_path):
+    config = load_config(None, ["model.blocks=3"])
+    content = {**config.to_dict(), "dataset": {"normalizer": {}, "train_cases": {"run_1": None}}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    assert load_config(tmp_path / "config.yaml") == config
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"dataset": {"other": 1}}))
+    with pytest.raises(ConfigError, match="unknown config key 'dataset"):
+        load_config(tmp_path / "config.yaml")

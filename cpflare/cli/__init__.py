@@ -84,6 +84,8 @@ def prep(
         print(line, file=sys.stderr)
     if summary.failed:
         raise typer.Exit(2)
+    if step := summary.next_step():
+        print(step, file=sys.stderr)
 
 
 @app.command(epilog=_example("cpflare inspect data/cars.zarr --verify"))

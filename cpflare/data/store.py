@@ -84,6 +84,11 @@ class Store:
         return str(self._mark["dataset"])
 
     @property
+    def embedded(self) -> bool:
+        """Whether it is the embedded data set: made-up cars, which nobody measured or solved."""
+        return self._mark.get("embedded") is True
+
+    @property
     def seed(self) -> int:
         """Seed of the rows' order."""
         return int(self._mark["seed"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cpflare.data.store import natural_order
 from cpflare.errors import DataError
-from cpflare.files import checksum_of
+from cpflare.files import checksum_of, real
 from cpflare.formats.files import SUFFIXES, WITHOUT_FIELDS
 from cpflare.formats.search import Passed, owners, parts, tree
 
@@ -69,7 +69,7 @@ def find_source(
         for path in files
         if path.suffix.lower() in SUFFIXES
         and path.suffix.lower() not in WITHOUT_FIELDS
-        and path.resolve() not in owned
+        and real(path) not in owned
     ]
     found = [path for path in meshes if case in (path.stem, path.parent.name)]
     found = found or [path for path in meshes if path.name == recorded]  # its folder was renamed

@@ -21,7 +21,9 @@ class Reference:
     """What turns forces into coefficients.
 
     `speed` in m/s, `rho` in kg/m³ (1 for kinematic pressures), `area` in m², `length` in m (None:
-    no moment coefficients), `centre` [3] in m.
+    no moment coefficients), `centre` [3] in m.  Where a surface is one half, `mirror` (x, y or z)
+    is normal to the plane through `centre` in which the other half is its image; `area` is that
+    of both.
     """
 
     speed: float
@@ -29,8 +31,11 @@ class Reference:
     area: float
     length: float | None
     centre: tuple[float, float, float]
+    mirror: str | None = None
 
     def __post_init__(self) -> None:
+        if self.mirror not in (None, "x", "y", "z"):
+            raise DataError(f"reference mirror is {self.mirror!r}, and must be x, y or z")
         for name in ("speed", "rho", "area", "length"):
             value = getattr(self, name)
             if value is not None and not (np.isfinite(value) and value > 0):
@@ -71,6 +76,7 @@ class Reference:
                 area=float(constants["area"]),
                 length=None if length is None else float(length),
                 centre=(x, y, z),
+                mirror=constants.get("mirror"),
             )
         except (TypeError, ValueError) as error:
             raise DataError(f"case '{case}': {error}") from error
@@ -204,9 +210,13 @@ def coefficients(sums: ForceSums, reference: Reference) -> dict[str, float]:
     CmPitch = My/(qAL), Clf = Cl/2 + CmPitch, Clr = Cl/2 − CmPitch, with q = ½ rho U².
     """
     scale = reference.dynamic_pressure * reference.area
-    drag, side, lift = (float(component) / scale for component in sums.force)
+    force, moment = sums.force, sums.moment
+    if reference.mirror is not None:  # a moment is an axial vector: its image has the other signs
+        along = np.arange(3) == "xyz".index(reference.mirror)
+        force, moment = np.where(along, 0.0, 2 * force), np.where(along, 2 * moment, 0.0)
+    drag, side, lift = (float(component) / scale for component in force)
     values = {"Cd": drag, "Cl": lift, "Cs": side}
     if reference.length is not None:
-        pitch = float(sums.moment[1]) / (scale * reference.length)
+        pitch = float(moment[1]) / (scale * reference.length)
         values |= {"CmPitch": pitch, "Clf": lift / 2 + pitch, "Clr": lift / 2 - pitch}
     return values

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from cpflare.evaluate.predict import (
     predict_shard,
     run_model,
 )
+from cpflare.evaluate.sanity import Trained, half_of
 from cpflare.files import checksum_of, refuse_overwriting, size_of, written_aside
 from cpflare.formats.files import SUFFIXES
 from cpflare.formats.search import parts
@@ -40,7 +42,8 @@ from cpflare.precision import weight_dtype
 
 logger = logging.getLogger("cpflare")
 
-Fields = dict[str, NDArray[Any]]
+Array = NDArray[Any]
+Fields = dict[str, Array]
 
 
 class Mesh(Protocol):
@@ -63,6 +66,7 @@ class Predictor:
     topology: Topology
     out: Path
     was_trained_on: Callable[[Case], bool | None] = lambda case: None
+    trained: Trained | None = None
 
     def predict_cases(
         self, store: Store, cases: Sequence[str], source: Path | None = None
@@ -89,6 +93,8 @@ class Predictor:
         written = []
         for name in self._progress(cases):
             case = store.case(name)
+            if "bounds" in case.attrs:
+                self._remark(name, np.array(case.attrs["bounds"], np.float64), case.num_rows)
             window = Window(name, 0, case.num_rows, case.num_rows)
             targets = [field for field in self.normalizer.targets if field in case.fields]
             predicted = predict_shard(self.model, reader, window, self.inference)
@@ -138,16 +144,16 @@ class Predictor:
         self,
         meshes: Sequence[Path],
         read_mesh: Callable[[Path], Mesh],
-        *,
-        ref_area: float | None = None,
-        speed: float | None = None,
+        constants: Mapping[str, float | str | None] = MappingProxyType({}),
     ) -> list[Path]:
         """Predict meshes without a store: OUT/<stem>.vtp each, and OUT/forces.json with
         coefficients.
 
         Every rank reads the mesh; its geometry comes from the code that prepared the training data.
-        `ref_area` [m²] and `speed` [m/s] replace the field map's reference constants.
+        `constants` (area in m², speed in m/s, mirror) replace the field map's, where not None.
         """
+        given = {name: value for name, value in constants.items() if value is not None}
+        reference = {**(self.field_map.get("reference") or {}), **given}
         stems = [path.stem for path in meshes]
         for stem in stems:
             if stems.count(stem) > 1:
@@ -163,14 +169,28 @@ class Predictor:
                 continue
             for notice in mesh.attrs.get("notices", []):
                 logger.warning("notice: %s: %s", path, notice)
+            position = mesh.fields["position"]
+            bounds = np.stack([position.min(axis=0), position.max(axis=0)], axis=1)
+            whole = mesh.attrs.get("closed") or reference.get("mirror")
+            cut = None if whole else mesh.fields["area_vector"].sum(axis=0)
+            self._remark(path, bounds, len(position), cut)
             check_finite(path.stem, fields)
             out = self.out / f"{path.stem}.vtp"
             written.append(write_vtp(path, out, fields, None, self.field_map, mesh.association))
-            forces[path.stem] = self._forces(path.stem, mesh, fields, ref_area, speed)
+            forces[path.stem] = self._forces(path.stem, mesh, fields, reference)
         if self.topology.rank == 0:
             with written_aside(self.out / "forces.json") as aside:
                 aside.write_text(json.dumps(forces, indent=2) + "\n")
         return written
+
+    def _remark(self, what: object, bounds: Array, rows: int, open_by: Array | None = None) -> None:
+        """Say what is odd about a surface with these bounds [3, 2]."""
+        low, high = bounds.T
+        remarks = self.trained.remarks(low, high, rows) if self.trained is not None else []
+        half = half_of(open_by, low, high) if open_by is not None else None
+        if self.topology.rank == 0:
+            for remark in [*remarks, *([half] if half else [])]:
+                logger.warning("notice: %s: %s", what, remark)
 
     def _predict_mesh(self, mesh: Mesh) -> Fields | None:
         num_rows = len(mesh.fields["position"])
@@ -189,12 +209,9 @@ class Predictor:
         )
 
     def _forces(
-        self, name: str, mesh: Mesh, fields: Fields, ref_area: float | None, speed: float | None
+        self, name: str, mesh: Mesh, fields: Fields, constants: Mapping[str, Any]
     ) -> dict[str, float] | None:
         """Coefficients of a predicted mesh; None, with a notice, without the constants for them."""
-        constants = dict(self.field_map.get("reference") or {})
-        constants |= {"area": ref_area} if ref_area is not None else {}
-        constants |= {"speed": speed} if speed is not None else {}
         sign = mesh.attrs.get("shear_sign", self.field_map.get("shear_sign"))
         if not isinstance(sign, int) or "pressure" not in fields or "wall_shear" not in fields:
             logger.warning("notice: %s: no forces without pressure, wall shear and its sign", name)

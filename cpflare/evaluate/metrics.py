@@ -34,6 +34,9 @@ COLUMNS: dict[str, Callable[[Chunk], float]] = {
     "area_squared_error": lambda c: (c.area * c.squared_error).sum(),
     "area_squared_truth": lambda c: (c.area * c.squared_truth).sum(),
     "area_absolute_error": lambda c: (c.area * c.error).sum(),
+    "truth_0": lambda c: c.true[:, 0].sum(),
+    "truth_1": lambda c: c.true[:, 1:2].sum(),
+    "truth_2": lambda c: c.true[:, 2:3].sum(),
     "nonfinite_predictions": lambda c: int((~np.isfinite(c.predicted).all(axis=1)).sum()),
     "nonfinite_truths": lambda c: int((~np.isfinite(c.true).all(axis=1)).sum()),
 }
@@ -141,10 +144,22 @@ class FieldSums:
             NonFiniteError: a prediction of this case is NaN or infinite.
             DataError: the case has no cells, or a denominator is zero or not finite.
         """
-        return {
-            name: _finish(case, name, dict(zip(COLUMNS, map(float, row), strict=True)))
-            for name, row in zip(self.fields, self.sums, strict=True)
-        }
+        return {name: _finish(case, name, sums) for name, sums in self._by_field()}
+
+    def relative_to_deviation(self) -> dict[str, float]:
+        """Return `{field: √(Σ‖ŷ−y‖² / Σ‖y−ȳ‖²)}`, which a constant in the truth does not lessen."""
+        return {name: _relative_to_deviation(sums) for name, sums in self._by_field()}
+
+    def _by_field(self) -> Iterable[tuple[str, dict[str, float]]]:
+        for name, row in zip(self.fields, self.sums, strict=True):
+            yield name, dict(zip(COLUMNS, map(float, row), strict=True))
+
+
+def _relative_to_deviation(sums: Mapping[str, float]) -> float:
+    of_mean = sum(sums[f"truth_{k}"] ** 2 for k in range(3)) / sums["count"]
+    # Not below what rounding leaves of a field that is the same everywhere.
+    deviation = max(sums["squared_truth"] - of_mean, 1e-12 * sums["squared_truth"])
+    return float(np.sqrt(sums["squared_error"] / deviation))
 
 
 def _finish(case: str, name: str, sums: Mapping[str, float]) -> dict[str, float]:
@@ -230,8 +245,8 @@ def mean_over_cases(
     }
 
 
-def r2_score(predicted: Sequence[float], true: Sequence[float]) -> float | None:
-    """Return R² = 1 − Σ(ŷ−y)² / Σ(y−ȳ)², or None where the truth does not vary."""
+def r2_score(predicted: Sequence[float], true: Sequence[float], least: float = 0.0) -> float | None:
+    """Return R² = 1 − Σ(ŷ−y)² / Σ(y−ȳ)², or None where the truth deviates by at most `least`."""
     y_hat, y = np.asarray(predicted, dtype=np.float64), np.asarray(true, dtype=np.float64)
     total = float(np.square(y - y.mean()).sum())
-    return None if total == 0.0 else 1.0 - float(np.square(y_hat - y).sum()) / total
+    return None if total <= len(y) * least**2 else 1.0 - float(np.square(y_hat - y).sum()) / total

@@ -95,10 +95,23 @@ def load_weights(model: Backbone, path: Path) -> None:
     Raises:
         DataError: the file is absent, damaged, or of another model.
     """
+    weights = read_weights(path)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        line = one_line(error)
+        raise DataError(f"weights {path} do not fit the run's configuration ({line})") from error
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a run's model.safetensors, by name.
+
+    Raises:
+        DataError: the file is absent or damaged.
+    """
     if not path.is_file():
         raise DataError(f"weights {path} do not exist; let the training end, or resume it")
     try:
-        model.load_state_dict(load_file(path))
+        return load_file(path)
     except (SafetensorError, RuntimeError, OSError) as error:
-        line = one_line(error)
-        raise DataError(f"weights {path} do not fit the run's configuration ({line})") from error
+        raise DataError(f"weights {path} are damaged ({one_line(error)}); train again") from error

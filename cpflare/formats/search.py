@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cpflare.errors import DataError
-from cpflare.files import one_line
+from cpflare.files import one_line, real
 
 PARALLEL = {".pvtp": ".vtp", ".pvtu": ".vtu"}  # and what their pieces are
 _NAMED = re.compile(rb"""<(?:Piece|DataSet)\b[^>]*?\b(?:Source|file|fileName)\s*=\s*["']([^"']+)""")
@@ -86,7 +86,7 @@ def owners(files: Iterable[Path]) -> dict[Path, Path]:
     for path in files:
         suffix = path.suffix.lower()
         if suffix in PARALLEL or suffix in _BLOCKS or (suffix == ".pvd" and _has_parts(path)):
-            found |= {part.resolve(): path for part in _named(path)}
+            found |= {real(part): path for part in _named(path)}
     return found
 
 

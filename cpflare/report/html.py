@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 import yaml
 
 from cpflare.errors import DataError
-from cpflare.files import one_line, written_aside
+from cpflare.files import one_line, real, written_aside
 from cpflare.models.mixers import mixer_title
 from cpflare.report.curves import History, draw_curve, draw_evaluations, read_history
 from cpflare.report.plots import draw_parity
 from cpflare.report.style import CSS
 from cpflare.report.summary import headline_figures, plain
+from cpflare.report.tables import number, table
 
 _MAX_PICTURED_CASES = 2
 _RENDER_TIMEOUT_S = 600.0
@@ -62,7 +63,7 @@ def write_report(run_dir: Path, predictions: Path | None = None) -> Path:
     page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(run_dir.resolve().name)} · cpflare report</title>\n"
+        f"<title>{_text(real(run_dir).name)} · cpflare report</title>\n"
         f"<style>{CSS}</style>\n</head>\n<body>\n<main>\n{''.join(body)}</main>\n</body>\n</html>\n"
     )
     path = run_dir / "report.html"
@@ -94,9 +95,10 @@ def _read_metrics(predictions: Path) -> dict[str, Any]:
         return {}
     try:
         metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(metrics["cases"], dict)
-        assert isinstance(metrics["mean"], dict)
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        for key in ("cases", "mean"):
+            if not isinstance(metrics[key], dict):
+                raise TypeError(f"{key} is no object")
+    except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged ({error}); run `cpflare evaluate` again") from error
     return metrics
 
@@ -134,8 +136,10 @@ def _header(run_dir: Path, config: Mapping[str, Any]) -> str:
         if _get(config, f"model.{key}") is not None
     ]
     dataset = _get(config, "dataset.name")
+    if _get(config, "dataset.embedded"):
+        dataset = "embedded (made-up cars)"
     line = f"{mixer}: {', '.join(parts)}" + (f" · data set {dataset}" if dataset else "")
-    return f"<header><h1>{_text(run_dir.resolve().name)}</h1><p>{_text(line)}</p></header>\n"
+    return f"<header><h1>{_text(real(run_dir).name)}</h1><p>{_text(line)}</p></header>\n"
 
 
 def _summary(run_dir: Path, history: History, metrics: Mapping[str, Any]) -> str:
@@ -197,12 +201,20 @@ def _evaluation(metrics: Mapping[str, Any]) -> str:
         unit = str(units.get(field, "store units")).replace("m2/s2", "m²/s²")
         note = f"mae and rmse in {unit}; “area” weights each cell by its area"
         rows = [
-            [case, *(_number(value) for value in result[field].values())]
+            [case, *(number(value) for value in result[field].values())]
             for case, result in cases.items()
             if field in result
         ]
-        foot = [["mean", *(_number(value) for value in mean.values())]]
-        parts.append(_table(plain(field).capitalize(), note, ["case", *mean], rows, foot))
+        foot = [["mean", *(number(value) for value in mean.values())]]
+        head = ["case", *mean]
+        known = metrics.get("rel_l2_dev") or {}
+        if all(field in known.get(row[0], {}) for row in rows):
+            dev = [known[row[0]][field] for row in rows]
+            head.append("rel_l2_dev")
+            for line, value in zip([*rows, *foot], [*dev, sum(dev) / len(dev)], strict=True):
+                line.append(number(value))
+            note += "; rel_l2_dev is relative to the deviation from the mean"
+        parts.append(table(plain(field).capitalize(), note, head, rows, foot))
     names = list(dict.fromkeys(name for r in cases.values() for name in r.get("forces") or {}))
     if names:
         rows = []
@@ -211,12 +223,12 @@ def _evaluation(metrics: Mapping[str, Any]) -> str:
             rows.append([case, *(f"{p['pred']:.4f} / {p['true']:.4f}" if p else "" for p in pairs)])
         scores = metrics.get("forces") or {}
         foot = [
-            [title, *(_number((scores.get(name) or {}).get(key)) for name in names)]
+            [title, *(number((scores.get(name) or {}).get(key)) for name in names)]
             for key, title in (("mae", "mean absolute error"), ("r2", "R²"))
             if scores
         ]
         note = "predicted / true, both integrated by the same code"
-        parts.append(_table("Force coefficients", note, ["case", *names], rows, foot))
+        parts.append(table("Force coefficients", note, ["case", *names], rows, foot, "wide"))
     plots = [draw_parity(cases, name) for name in _COEFFICIENTS]
     drawn = "".join(f'<div class="plot">{plot}</div>' for plot in plots if plot)
     lead = f"{len(cases)} case{'s' if len(cases) != 1 else ''}, all cells, in physical units."
@@ -224,27 +236,6 @@ def _evaluation(metrics: Mapping[str, Any]) -> str:
         f'<section><h2>Evaluation</h2><p class="lead">{_text(lead)}</p>{"".join(parts)}'
         + (f'<div class="plots">{drawn}</div>' if drawn else "")
         + "</section>\n"
-    )
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:#.4g}"
-
-
-def _table(
-    title: str,
-    note: str,
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    foot: Iterable[Sequence[str]],
-) -> str:
-    def line(cells: Sequence[str], tag: str = "td") -> str:
-        return "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    return (
-        f'<div class="table"><table><caption>{_text(title)} <span>· {_text(note)}</span></caption>'
-        f"<thead>{line(head, 'th')}</thead><tbody>{''.join(map(line, rows))}</tbody>"
-        f"<tfoot>{''.join(map(line, foot))}</tfoot></table></div>"
     )
 
 

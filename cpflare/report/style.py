@@ -50,6 +50,7 @@ caption { text-align: left; font-weight: 600; padding: 12px 14px 4px; }
 caption span { color: var(--muted); font-weight: 400; }
 th, td { padding: 6px 14px; text-align: right; white-space: nowrap; font-size: 0.93rem; }
 th:first-child, td:first-child { text-align: left; }
+.wide th, .wide td { padding: 6px 7px; white-space: normal; font-size: 0.88rem; }
 thead th { color: var(--muted); font-weight: 500; border-bottom: 1px solid var(--grid); }
 tbody tr:nth-child(even) { background: color-mix(in srgb, var(--grid) 28%, transparent); }
 tfoot td { border-top: 1px solid var(--grid); font-weight: 600; }
@@ -78,5 +79,6 @@ pre {
   overflow-x: auto; background: var(--card); border: 1px solid var(--grid); border-radius: 10px;
   padding: 14px 16px; font: 0.82rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace;
 }
+@media print { .table { overflow: visible; } }
 @media print { body { background: #fff; } .plot, figure, .table { break-inside: avoid; } }
 """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,24 @@ from cpflare.parallel.grad_sync import broadcast_parameters, require_agreement
 from cpflare.parallel.runtime import Stopped, agreed
 from cpflare.parallel.topology import Topology
 from cpflare.precision import weight_dtype
+from cpflare.train.cases import check_fields, split_cases
 from cpflare.train.checkpoint import CheckpointWriter, load_checkpoint, write_weights
 from cpflare.train.reporting import Reporter
 from cpflare.train.resume import (
     Progress,
     choose_checkpoint,
+    goes_further,
     require_same_run,
     resume_mode,
     run_identity,
+    say_how_it_goes_further,
     set_aside_other_run,
+    weights_to_start_with,
 )
 from cpflare.train.run_dir import (
     CHECKPOINTS,
     WEIGHTS,
+    cases_behind,
     describe_dataset,
     hold_run,
     write_config,
@@ -53,8 +59,8 @@ class Trainer:
         self.config, self.store, self.topology = config, store, topology
         train = config.train
         self.run_dir = Path(config.run.dir)
-        self.train_cases = _split_cases(store, config.data.train_split, "data.train_split")
-        val_cases = _split_cases(store, config.data.val_split, "data.val_split", empty=True)
+        self.train_cases = split_cases(store, config.data.train_split, "data.train_split")
+        val_cases = split_cases(store, config.data.val_split, "data.val_split", empty=True)
         check_fields(store, [*self.train_cases, *val_cases], config)
         self.cases_per_step = train.cases_per_step or topology.dp
         if self.cases_per_step % topology.dp:
@@ -77,6 +83,7 @@ class Trainer:
             config, topology, cases_per_step=self.cases_per_step, total_steps=self.total_steps
         )
         self.progress = Progress()
+        self.earlier_cases: Mapping[str, str | None] = {}  # of the run that the weights come from
         self.writer = CheckpointWriter(self.run_dir / CHECKPOINTS, train.keep)
 
     # ---- start ------------------------------------------------------------------------------
@@ -92,6 +99,8 @@ class Trainer:
         with agreed(topology.world_comm):
             if path is not None:
                 self._load(path)
+            elif self.config.train.init_from is not None:
+                self._start_from_another()
         done = self.progress.evaluated >= self.total_steps
         if topology.rank == 0 and done:
             logger.info("step %d of %d: nothing left to do", self.progress.step, self.total_steps)
@@ -101,7 +110,9 @@ class Trainer:
             if topology.rank == 0 and not done:
                 if resume != "auto":
                     set_aside_other_run(self.run_dir, path, self.progress.step)
-                dataset = describe_dataset(self.store, self.normalizer, self.train_cases)
+                dataset = describe_dataset(
+                    self.store, self.normalizer, self.train_cases, self.earlier_cases
+                )
                 write_config(self.run_dir, self.config, dataset)
         digest = broadcast_parameters(self.learner.model, topology.world_comm)
         if topology.rank == 0 and not done:
@@ -118,11 +129,12 @@ class Trainer:
                 topology.cp,
             )
         logger.info(
-            "%s, %d parameters (%s…), %d training cases, %d steps, cp=%d × dp=%d, %s on %s%s",
+            "%s, %d parameters (%s…), %d training cases%s, %d steps, cp=%d × dp=%d, %s on %s%s",
             self.config.model.mixer,
             sum(p.numel() for p in self.learner.model.parameters()),
             digest[:8],
             len(self.train_cases),
+            " of the embedded data set" if self.store.embedded else "",
             self.total_steps,
             topology.cp,
             topology.dp,
@@ -134,14 +146,26 @@ class Trainer:
     def _load(self, path: Path) -> None:
         weights, optimizer, state = load_checkpoint(path, self.topology.device)
         try:
-            require_same_run(path, state["run"], self._identity())
-            self.learner.load(weights, optimizer)
+            further = goes_further(state, self.total_steps)
+            require_same_run(path, state["run"], self._identity(), further=further is not None)
+            self.learner.load(weights, optimizer, further=further)
             self.progress = Progress(**state["progress"])
         except (KeyError, TypeError, RuntimeError, AttributeError, IndexError) as error:
             raise DataError(
                 f"checkpoint {path} does not fit this model ({one_line(error)}); delete it, or "
                 "start anew with train.resume=never"
             ) from error
+
+        self.earlier_cases = cases_behind(path)
+        if further is not None:
+            lr = float(self.learner.schedule.get_last_lr()[0])
+            say_how_it_goes_further(self.config, further, self.total_steps, lr)
+
+    def _start_from_another(self) -> None:
+        own = self.learner.model.state_dict()
+        weights, run = weights_to_start_with(self.config, self.normalizer, own)
+        self.learner.start_from(weights)
+        self.earlier_cases = run.dataset.get("train_cases") or {}
 
     def _identity(self) -> dict[str, Any]:
         return run_identity(
@@ -219,6 +243,13 @@ class Trainer:
     def _write_weights(self) -> None:
         write_weights(self.run_dir / WEIGHTS, self.learner.weights(averaged=True))
         logger.info("wrote %s", self.run_dir / WEIGHTS)
+        if held_out := [split for split in ("test", "val") if self.store.splits.get(split)]:
+            logger.info(
+                "next: cpflare predict %s --split %s --out %s",
+                shlex.quote(str(self.run_dir)),
+                held_out[0],
+                shlex.quote(str(self.run_dir / "predictions")),
+            )
 
     def _asked(self) -> str | None:
         """Whether a signal asks for a stop, where no step has told. Collective."""
@@ -310,31 +341,3 @@ def train(config: Config, topology: Topology) -> None:
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     trainer.run()
-
-
-def check_fields(store: Store, cases: Sequence[str], config: Config) -> None:
-    """Every case must hold every input and target before the first step is taken."""
-    for name in cases:
-        case = store.case(name)
-        for key, fields in (
-            ("data.inputs", config.data.inputs),
-            ("data.targets", config.data.targets),
-        ):
-            for field in fields:
-                if field not in case.fields:
-                    raise DataError(
-                        f"case {name} of store {store.path} has no field {field} ({key}); it has "
-                        f"{', '.join(case.fields)}; change {key} or prepare it with that field"
-                    )
-
-
-def _split_cases(
-    store: Store, split: str | list[str], key: str, *, empty: bool = False
-) -> tuple[str, ...]:
-    """The cases of a split's name or of a list, each known to the store."""
-    cases = store.split(split) if isinstance(split, str) else tuple(split)
-    for name in cases:
-        store.case(name)
-    if not cases and not empty:
-        raise DataError(f"{key}={split} has no cases in store {store.path}; name another split")
-    return cases

@@ -49,6 +49,13 @@ def build_schedule(optimizer: AdamW, config: TrainConfig, total_steps: int) -> L
     return LambdaLR(optimizer, factor)
 
 
+def take_up(schedule: LRScheduler, step: int) -> float:
+    """Put a fresh schedule where it stands after `step` steps; returns the learning rate there."""
+    schedule.last_epoch, schedule._step_count = step - 1, step + 1
+    schedule.step()
+    return float(schedule.get_last_lr()[0])
+
+
 class MovingAverage:
     """Exponential moving average of the weights:  average += (1 - decay) (weight - average)."""
 

@@ -11,15 +11,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from cpflare.config import Config
+from cpflare.data.normalize import Normalizer
 from cpflare.data.store import Store
 from cpflare.errors import ConfigError
+from cpflare.evaluate.predict import read_weights
+from cpflare.files import real
 from cpflare.parallel.runtime import agreed
 from cpflare.parallel.topology import Topology
 from cpflare.train.checkpoint import find_checkpoint, set_aside
-from cpflare.train.run_dir import CHECKPOINTS, METRICS, WEIGHTS
+from cpflare.train.run_dir import CHECKPOINTS, METRICS, WEIGHTS, RunDescription, read_run
 
 logger = logging.getLogger("cpflare")
+
+_STEPS = "the number of steps"
+_COURSE = (_STEPS, "train.schedule", "train.warmup", "train.lr")
 
 
 @dataclasses.dataclass
@@ -87,7 +95,7 @@ def set_aside_other_run(run_dir: Path, path: Path | None, step: int) -> None:
     does it.
     """
     directory = run_dir / CHECKPOINTS
-    if path is None or path.resolve().parent != directory.resolve():
+    if path is None or real(path).parent != real(directory):
         step = -1  # not a checkpoint of this folder: none of it is this run's past
     number = 1
     while (aside := run_dir / f"earlier_{number}").exists():
@@ -117,22 +125,80 @@ def run_identity(
     }
     shared_data = ("inputs", "targets", "position", "tokens")
     keys |= {f"data.{name}": getattr(config.data, name) for name in shared_data}
-    shared = ("seed", "precision", "loss", "schedule", "warmup", "lr", "weight_decay", "ema")
-    keys |= {f"train.{name}": getattr(config.train, name) for name in shared}
+    optimisation = ("seed", "precision", "loss", "schedule", "warmup", "lr", "weight_decay", "ema")
+    for name in (*optimisation, "init_from"):
+        keys[f"train.{name}"] = getattr(config.train, name)
     keys["data.train_split"] = list(train_cases)
     keys["train.cases_per_step"] = cases_per_step
-    keys["the number of steps"] = total_steps
+    keys[_STEPS] = total_steps
     keys["the store's identity"] = store.identity
     keys["the statistics' hash"] = store.statistics.hash
     return keys
 
 
-def require_same_run(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise ConfigError naming the first key in which a checkpoint differs from this run."""
+def goes_further(state: Mapping[str, Any], total_steps: int) -> int | None:
+    """How many steps a checkpoint's run had, if it ended with them and this one has more."""
+    planned = int(state["run"][_STEPS])
+    return planned if state["progress"]["step"] == planned < total_steps else None
+
+
+def say_how_it_goes_further(config: Config, done: int, total_steps: int, lr: float) -> None:
+    """One line: the run had ended, and what its learning rate does from now on."""
+    if config.train.schedule == "constant":
+        course = f"the learning rate stays {lr:.3g}"
+    else:
+        course = f"the {config.train.schedule} schedule is drawn anew over all {total_steps} steps,"
+        course += f" and goes on after step {done} with a learning rate of {lr:.3g}"
+    logger.info("the run had ended after step %d and gets more steps: %s", done, course)
+
+
+def require_same_run(
+    path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], *, further: bool = False
+) -> None:
+    """Raise ConfigError naming the first key in which a checkpoint differs from this run.
+
+    One that goes `further` than a run that had ended may have another learning rate.
+    """
     for key, value in own.items():
-        if saved.get(key) != value:
+        if saved.get(key) != value and not (further and key in _COURSE):
             before, now = (textwrap.shorten(str(v), 80) for v in (saved.get(key), value))
             raise ConfigError(
                 f"checkpoint {path} was made with {key}={before}, this run has {now}; "
                 "set it back, or start anew with train.resume=never"
             )
+
+
+def weights_to_start_with(
+    config: Config, normalizer: Normalizer, own: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], RunDescription]:
+    """The weights of `train.init_from`, compared with the model's `own`, and what its run was.
+
+    Raises:
+        CpflareError: there is no such run, it has no weights, or they are of another model.
+    """
+    run_dir = Path(config.train.init_from or "")
+    asked = f"train.init_from={run_dir}"
+    run = read_run(run_dir)
+    for key in ("inputs", "targets", "position"):
+        there, here = getattr(run.config.data, key), getattr(config.data, key)
+        if there != here:
+            raise ConfigError(f"{asked} has data.{key}={there}, this run {here}; set it as there")
+    weights = read_weights(run_dir / WEIGHTS)
+    shapes = [{name: list(t.shape) for name, t in each.items()} for each in (weights, own)]
+    for name in sorted({*weights, *own}):
+        there, here = (shape.get(name, "absent") for shape in shapes)
+        if there != here:
+            keys = {f.name for f in dataclasses.fields(config.model) if f.name != "dropout"}
+            theirs = {k: getattr(run.config.model, k) for k in sorted(keys)}
+            other = [f"model.{k}={v}" for k, v in theirs.items() if v != getattr(config.model, k)]
+            mend = f"set {' '.join(other)} as there" if other else "name a run of this model"
+            raise ConfigError(f"{asked}: {name} is {there} there and {here} here; {mend}")
+    if run.normalizer.to_dict() != normalizer.to_dict():
+        logger.info(
+            "notice: %s was trained with other statistics; fields are normalised with those of "
+            "data.store, so that the first losses may be high",
+            asked,
+        )
+    if "train_cases" not in run.dataset:
+        logger.info("notice: %s does not say which cases it was trained on", asked)
+    return weights, run

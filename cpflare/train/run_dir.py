@@ -17,10 +17,11 @@ from typing import Any
 import yaml
 
 from cpflare.config import Config, config_from_dict
+from cpflare.data.mark import MARK, read_mark
 from cpflare.data.normalize import Normalizer
 from cpflare.data.store import Case, Store
 from cpflare.errors import ConfigError, DataError
-from cpflare.files import leftovers, one_line, remove, writing, written_aside
+from cpflare.files import leftovers, one_line, real, remove, writing, written_aside
 
 logger = logging.getLogger("cpflare")
 
@@ -42,7 +43,8 @@ class RunDescription:
 
     config: Config
     normalizer: Normalizer
-    dataset: Mapping[str, Any]  # name, field_map, statistics_hash, store_identity, statistics
+    dataset: Mapping[str, Any]  # what `describe_dataset` gives, and where the store is
+    path: Path = Path()  # the run's folder
 
     @property
     def field_map(self) -> dict[str, Any]:
@@ -50,13 +52,42 @@ class RunDescription:
         return dict(self.dataset["field_map"])
 
     def was_trained_on(self, case: Case) -> bool | None:
-        """Whether a case was trained on, by its name or its source's content; None where the run
-        does not say, as those of version 0.1.0 don't."""
+        """Whether a case was trained on: its source's content, under any name, or its name.
+
+        None where that is not known: the run does not say, as those of version 0.1.0 don't, or it
+        has a case of this name with another content, which may be the same shape solved again, or
+        a case of another data set.
+        """
         known: Mapping[str, str | None] | None = self.dataset.get("train_cases")
         if known is None:
             return None
         digest = case.attrs.get("source_checksum")
-        return case.name in known or (digest is not None and digest in known.values())
+        if digest is not None and digest in known.values():
+            return True
+        if case.name not in known:
+            return False
+        return True if None in (digest, known[case.name]) else None
+
+    def find_store(self) -> Path:
+        """The store that the run was trained on: where it was, or beside the run where both moved.
+
+        Of several complete ones, that of the same content.
+
+        Raises:
+            DataError: none is there.
+        """
+        recorded = self.dataset.get("store") or {}
+        known = [Path(recorded["absolute"])] if "absolute" in recorded else []
+        known += [self.path / recorded["relative"]] if "relative" in recorded else []
+        places = [*known, Path(self.config.data.store)]
+        found = [path for path in places if (path / MARK).is_file()]
+        same = [p for p in found if read_mark(p)["identity"] == self.dataset["store_identity"]]
+        if not found:
+            looked = " or ".join(dict.fromkeys(os.path.normpath(path) for path in places))
+            raise DataError(
+                f"the store of run {self.path} is not at {looked}; say with --store where it is"
+            )
+        return (same or found)[0]
 
 
 @contextmanager
@@ -91,14 +122,21 @@ def hold_run(run_dir: Path) -> Iterator[None]:
 
 
 def describe_dataset(
-    store: Store, normalizer: Normalizer, train_cases: Sequence[str]
+    store: Store,
+    normalizer: Normalizer,
+    train_cases: Sequence[str],
+    earlier: Mapping[str, str | None],
 ) -> dict[str, Any]:
     """The `dataset` section: field map (with winding and reference), statistics, identity, and the
-    training cases with the checksums of their sources, where the store has them."""
+    training cases with the checksums of their sources, where the store has them.
+
+    `earlier` are those of the run that the weights come from.
+    """
+    cases = {name: store.case(name).attrs.get("source_checksum") for name in train_cases}
     return {
-        "train_cases": {
-            name: store.case(name).attrs.get("source_checksum") for name in train_cases
-        },
+        "train_cases": {**earlier, **cases},
+        "train_rows": [pick(store.rows[name] for name in train_cases) for pick in (min, max)],
+        "embedded": store.embedded,
         "name": store.dataset,
         "field_map": store.field_map,
         "store_identity": store.identity,
@@ -109,12 +147,15 @@ def describe_dataset(
 
 
 def write_config(run_dir: Path, config: Config, dataset: Mapping[str, Any]) -> None:
-    """Write RUN_DIR/config.yaml whole or not at all.
+    """Write RUN_DIR/config.yaml whole or not at all; it also says where the store is.
 
     Raises:
         ConfigError: the folder cannot be made or written.
     """
-    content = {**config.to_dict(), "dataset": dict(dataset)}
+    store = real(Path(config.data.store))
+    relative = os.path.relpath(store, real(run_dir))
+    places = {"absolute": str(store), "relative": relative}
+    content = {**config.to_dict(), "dataset": {**dataset, "store": places}}
     what = f"run.dir={run_dir}"
     with written_aside(run_dir / CONFIG, what=what, mend=_MEND, kind=ConfigError) as aside:
         aside.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
@@ -137,7 +178,15 @@ def read_run(run_dir: Path) -> RunDescription:
         raise DataError(
             f"{path} is damaged ({one_line(error)}); train again or restore it"
         ) from error
-    return RunDescription(config_from_dict(content), normalizer, dataset)
+    return RunDescription(config_from_dict(content), normalizer, dataset, run_dir)
+
+
+def cases_behind(checkpoint: Path) -> dict[str, str | None]:
+    """The training cases that the run of a checkpoint names; none where it does not say."""
+    try:
+        return dict(read_run(checkpoint.parent.parent).dataset.get("train_cases") or {})
+    except DataError:  # a checkpoint stands by itself
+        return {}
 
 
 class MetricsLog:

@@ -24,7 +24,7 @@ from cpflare.parallel.stop import STOP_SIGNALS, stop_reason
 from cpflare.parallel.topology import Topology
 from cpflare.precision import autocast, weight_dtype
 from cpflare.train.loss import case_loss
-from cpflare.train.optim import MovingAverage, build_optimizer, build_schedule
+from cpflare.train.optim import MovingAverage, build_optimizer, build_schedule, take_up
 
 logger = logging.getLogger("cpflare")
 
@@ -210,14 +210,31 @@ class Learner:
             "overflows": self.overflows,
         }
 
-    def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Go on from `weights` and the `state` that belongs to them."""
+    def start_from(self, weights: Mapping[str, Tensor]) -> None:
+        """Start with another run's weights, and with nothing else of it."""
+        self.model.load_state_dict(weights)
+        if self.average is not None:
+            self.average = MovingAverage(self.model, self.average.decay)
+
+    def load(
+        self, weights: Mapping[str, Tensor], state: Mapping[str, Any], *, further: int | None = None
+    ) -> None:
+        """Go on from `weights` and the `state` that belongs to them.
+
+        Where a run of `further` steps had ended, the schedule is this run's own, taken up there.
+        """
         self.model.load_state_dict(weights)
         # How the optimiser is computed is this device's affair, and not the saved run's.
         own = {name: self.optimizer.defaults[name] for name in ("fused", "foreach", "capturable")}
         groups = [group | own for group in state["optimizer"]["param_groups"]]
+        if further is not None:  # rates and momenta as this run's schedule has set them up
+            fresh = self.optimizer.state_dict()["param_groups"]
+            groups = [old | new for old, new in zip(groups, fresh, strict=True)]
         self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
-        self.schedule.load_state_dict(state["schedule"])
+        if further is None:
+            self.schedule.load_state_dict(state["schedule"])
+        else:
+            take_up(self.schedule, further)
         self.scaler.load_state_dict(state["scaler"])
         self.overflows = int(state["overflows"])
         if self.average is not None:

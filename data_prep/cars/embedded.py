@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 from cpflare.config import DataConfig
 from cpflare.data.store import MARK
 from cpflare.errors import DataError
+from cpflare.files import written_aside
 
 logger = logging.getLogger("cpflare")
 
@@ -38,14 +40,20 @@ def ensure_embedded_store(
     store, cases, cells = Path(store), cases or CASES, cells or CELLS
     if (store / MARK).is_file():
         return
-    if store.is_dir() and any(store.iterdir()) and not (store / "zarr.json").is_file():
+    source = store.parent / "source"
+    held = {path.name for path in store.iterdir()} if store.is_dir() else set()
+    own = {"zarr.json", *(f"run_{number}" for number in range(1, cases + 1))}
+    others = {name for name in held if name not in own and not name.startswith(".")}
+    if others or (held and not (source.is_dir() and "zarr.json" in held)):
         raise DataError(
             f"store {store} is a folder of other things; name another data.store, or empty it"
         )
-    source = store.parent / "source"
     logger.info("making the embedded data set: %d cases of about %d cells", cases, cells)
     synthesise(source, cases=cases, cells=cells, seed=SEED)
     summary = prepare([source], store, dataset="drivaerml", split_seed=SEED, seed=SEED)
     if not summary.ok:
         case, reason = next(iter(summary.failed.items()))
         raise DataError(f"embedded case {case} could not be prepared: {reason}")
+    mark = json.loads((store / MARK).read_text())
+    with written_aside(store / MARK) as aside:
+        aside.write_text(json.dumps({**mark, "embedded": True}, indent=1))

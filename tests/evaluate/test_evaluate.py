@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cpflare.data.store import Case, Store
+from cpflare.data.store import MARK, Case, Store
 from cpflare.data.store_writer import StoreWriter
 from cpflare.errors import DataError, NonFiniteError
 from cpflare.evaluate import evaluate
@@ -201,6 +202,16 @@ def test_cases_that_were_trained_on_are_named(tmp_path):
     ]
 
 
+def test_the_embedded_data_set_is_named(scene, tmp_path):
+    out, store, _, _ = scene
+    shutil.copytree(store.path, tmp_path / "named")
+    mark = json.loads((tmp_path / "named" / MARK).read_text())
+    (tmp_path / "named" / MARK).write_text(json.dumps({**mark, "embedded": True}))
+    for opened in (store, Store.open(tmp_path / "named")):
+        named = [n for n in evaluate_predictions(out, opened)["notices"] if "made-up cars" in n]
+        assert len(named) == opened.embedded
+
+
 def test_bad_predictions_are_named_and_leave_the_former_metrics(scene):
     out, store, cases, predictions = scene
     evaluate_predictions(out, store)
@@ -289,3 +300,10 @@ def test_the_mapped_ahmed_bodies_from_source_to_drag(tmp_path):
         assert result["forces"]["Cd"]["true"] == pytest.approx(drag, abs=5e-4)
         assert result["forces"]["Cd"]["pred"] == result["forces"]["Cd"]["true"]
         assert result["wall_shear"]["rel_l2"] == 0.0
+
+
+def test_names_with_brackets_stand_in_the_tables():
+    values = {"pressure": {"rel_l2": 0.5}}
+    forces = {"Cd": {"pred": 0.1, "true": 0.2}}
+    metrics = {"cases": {"car[red]": {**values, "forces": forces}}, "mean": values}
+    assert format_metrics(metrics).count("car[red]") == 2

@@ -92,6 +92,31 @@ def test_a_body_far_from_the_origin_has_the_same_coefficients():
     assert found[0] == pytest.approx(found[1], abs=1e-9)
 
 
+@pytest.mark.parametrize("axis", "xyz")
+def test_a_half_that_is_mirrored_has_the_coefficients_of_the_whole(axis):
+    rng, along = np.random.default_rng(2), np.arange(3) == "xyz".index(axis)
+    centre = (0.5, -0.25, 2.0)
+    half = {
+        "position": rng.normal(size=(40, 3)),
+        "area_vector": rng.normal(size=(40, 3)),
+        "area": rng.uniform(1, 2, 40),
+        "pressure": rng.normal(size=40),
+        "wall_shear": rng.normal(size=(40, 3)),
+    }
+    image = half | {
+        name: np.where(along, 2 * np.array(origin) - half[name], half[name])
+        for name, origin in (("position", centre), ("area_vector", 0.0), ("wall_shear", 0.0))
+    }
+    whole = {name: np.concatenate([half[name], image[name]]) for name in half}
+    expected = coefficients(
+        integrate(whole, shear_sign=-1, centre=centre), Reference(2.0, 1.0, 3.0, 1.5, centre)
+    )
+    found = coefficients(
+        integrate(half, shear_sign=-1, centre=centre), Reference(2.0, 1.0, 3.0, 1.5, centre, axis)
+    )
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
 def test_chunks_and_ranks_add():
     rng = np.random.default_rng(0)
     body = cube()

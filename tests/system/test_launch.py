@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from cpflare.data.store import Store
 from cpflare.parallel.partition import shard_bounds
+from cpflare.train.run_dir import read_run
 from data_prep.cars import embedded
 from data_prep.vtp_to_zarr import prepare
 from launch import predict_cp, train_cp
@@ -253,7 +254,7 @@ def test_help_has_an_example_and_status_0(launcher, capsys):
     assert "torchrun --nproc_per_node=" in out
 
 
-def test_without_a_configuration_the_embedded_data_set_is_made_once(tmp_path, monkeypatch):
+def test_without_a_configuration_the_embedded_data_set_is_made_once(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(embedded, "CASES", 3)
     monkeypatch.setattr(embedded, "CELLS", 400)
     monkeypatch.chdir(tmp_path)
@@ -261,6 +262,9 @@ def test_without_a_configuration_the_embedded_data_set_is_made_once(tmp_path, mo
     arguments = [*SMALL, "train.steps=2", "train.eval_every=0"]
     train_cp.main([*arguments, f"run.dir={tmp_path / 'first'}"])
     assert len(Store.open(store).split("train")) == 1
+    assert Store.open(store).embedded
+    assert "1 training cases of the embedded data set" in capfd.readouterr().err
+    assert read_run(tmp_path / "first").dataset["embedded"] is True
     assert len(read_metrics(tmp_path / "first")) == 2
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
     train_cp.main([*arguments, f"run.dir={tmp_path / 'second'}"])

@@ -8,9 +8,11 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from cpflare import cli
@@ -19,6 +21,7 @@ from cpflare.errors import CpflareError
 from cpflare.evaluate.evaluate import evaluate_predictions
 from cpflare.files import checksum, explain
 from cpflare.parallel.runtime import run_guarded
+from cpflare.train.run_dir import read_run
 from data_prep.vtp_to_zarr import prepare
 from launch import predict_cp, train_cp
 from support.stores import SMALL, train_rank, write_bodies
@@ -121,56 +124,6 @@ def test_names_that_are_no_text_are_told():
     assert "no UTF-8" in explain(caught.value)
 
 
-PLACES = {
-    "below a file": lambda folder: folder / "a_file" / "out",
-    "a name that is too long": lambda folder: folder / ("x" * 300),
-    "a dangling link": lambda folder: folder / "dangling" / "out",
-    "below a device": lambda folder: Path("/dev/null/out"),
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_broken_place_is_one_line_of_every_command(folder, tmp_path, monkeypatch, capfd, place):
-    (tmp_path / "a_file").write_text("")
-    (tmp_path / "dangling").symlink_to(tmp_path / "gone" / "away")
-    bad = str(PLACES[place](tmp_path))
-    flat, store = str(folder / "flat"), str(folder / "store")
-    for arguments in (
-        ["synth", bad, "--cases", "1", "--cells", "400"],
-        ["prep", flat, bad],
-        ["prep", bad, str(tmp_path / "store")],
-        ["inspect", bad],
-        ["inspect", f"{bad}.vtp"],
-        ["evaluate", bad, "--store", store],
-        ["evaluate", flat, "--store", bad],
-        ["export", bad, "--format", "zarr"],
-        ["convert", store, bad, "--layout", "curator-v3"],
-        ["convert", bad, str(tmp_path / "out"), "--layout", "flare"],
-        ["report", bad],
-        ["plan", "--cells", "1e5", "--config", bad],
-        ["scaling", "--study", bad, "--out", str(tmp_path / "study")],
-    ):
-        monkeypatch.setattr(sys, "argv", ["cpflare", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        text = capfd.readouterr().err
-        errors = [line for line in text.replace("\r", "\n").splitlines() if "error" in line.lower()]
-        if (
-            place == "a dangling link"
-            and arguments[:2] != ["prep", bad]
-            and ended.value.code
-            in (
-                0,
-                None,
-            )
-        ):
-            continue  # a folder is made behind the link, as mkdir -p would
-        assert ended.value.code == 2, (arguments, text)
-        assert len(errors) == 1, (arguments, text)
-        assert "Traceback" not in text
-    assert not list(tmp_path.rglob("*.partial"))
-
-
 def test_a_reader_that_leaves_is_no_failure(folder):
     command = [sys.executable, "-m", "cpflare.cli", "inspect", str(folder / "store")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -208,3 +161,31 @@ def test_a_run_knows_what_it_was_trained_on_whatever_the_store_says_later(folder
     notices = evaluate_predictions(tmp_path / "out", Store.open(store))["notices"]
     assert f"seen in training: {trained}" in notices
     assert not any("perhaps seen" in notice for notice in notices)
+
+
+def test_what_a_run_knows_of_a_case_is_its_content_before_its_name(folder):
+    run, store = read_run(folder / "run"), Store.open(folder / "store")
+    trained, held_out = store.case(store.split("train")[0]), store.case(store.split("val")[0])
+    content = trained.attrs["source_checksum"]
+
+    def known(case, cases):
+        return replace(run, dataset={**run.dataset, "train_cases": cases}).was_trained_on(case)
+
+    assert known(trained, {"another name": content}) is True
+    assert known(trained, {trained.name: None}) is True
+    assert known(trained, {trained.name: "other content"}) is None
+    assert known(held_out, {trained.name: content}) is False
+    assert known(trained, None) is None
+
+
+def test_a_run_that_does_not_say_what_it_was_trained_on_has_the_stores_split(
+    folder, tmp_path, capfd
+):
+    shutil.copytree(folder / "run", tmp_path / "run")
+    content = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    del content["dataset"]["train_cases"]
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(content))
+    names = Store.open(folder / "store").split("train")
+    predict_cp.main([str(tmp_path / "run"), "--split", "train", "--out", str(tmp_path / "out")])
+    said = f"notice: in the store's split 'train', so perhaps seen: {', '.join(names)}\n"
+    assert capfd.readouterr().err.count(said) == 1
