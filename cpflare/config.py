@@ -35,6 +35,12 @@ class DataConfig(Section):
     targets: Annotated[list[str], "fields to predict"] = field(
         default_factory=lambda: [*TARGET_FIELDS]
     )
+    condition: Annotated[list[str], "fields that condition the model (model.conditioning)"] = field(
+        default_factory=list
+    )
+    parameters: Annotated[
+        list[str], "parameters of the case that condition it, as the store names them"
+    ] = field(default_factory=list)
     position: Annotated[
         Literal["absolute", "relative"], "relative: minus the bounding box's centre"
     ] = "absolute"
@@ -58,6 +64,26 @@ class ModelConfig(Section):
         "auto, as published: LayerNorm in fp32 and fp64 runs, RMSNorm in mixed precision",
     ] = "auto"
     dropout: Annotated[Number, Ge(0), Lt(1), "share of values that training sets to 0"] = 0.0
+    conditioning: Annotated[
+        Literal["none", "in_context", "global", "padanorm", "cross_attention"],
+        "how data.condition and data.parameters reach the model",
+    ] = "none"
+    conditioning_width: Annotated[Count | None, "of their encoding; null: model.channels"] = None
+    conditioning_layers: Annotated[Count, "linear layers of the encoder of the conditions"] = 4
+    conditioning_latents: Annotated[
+        Count | None, "of cross_attention, for each head; null: model.latents"
+    ] = None
+    modulation_sites: Annotated[
+        Literal["both", "mixer", "ffn"], "parts of a block that global and padanorm modulate"
+    ] = "both"
+    modulation_shared: Annotated[
+        Literal["auto", "none", "sites", "all"],
+        "who shares a projection: no block, all blocks, or all their parts as well; auto: none for "
+        "padanorm, all for global",
+    ] = "auto"
+    modulation_gate: Annotated[
+        Literal["one", "zero"], "a part's factor is 1 + gamma, or gamma, which starts at 0"
+    ] = "one"
 
     def check(self, precision: str) -> None:
         """What a mixer's own options ask of the rest. Raises ConfigError where it is not given."""
@@ -160,7 +186,12 @@ class Config(Section):
 
     @property
     def input_channels(self) -> int:
-        return channels_of(self.data.inputs)
+        """Channels that the network reads; the last of them are the conditions'."""
+        return channels_of(self.data.inputs) + self.condition_channels
+
+    @property
+    def condition_channels(self) -> int:
+        return channels_of(self.data.condition) + len(self.data.parameters)
 
     @property
     def target_channels(self) -> int:

@@ -40,7 +40,7 @@ def compile_local(model: Backbone) -> Backbone:
         )
     model.__class__ = CompiledBackbone
     for step in model.steps:
-        if isinstance(step, Block):
+        if type(step) is Block:  # conditioned blocks read their site, and run eagerly
             step.__class__ = CompiledBlock
     return model
 

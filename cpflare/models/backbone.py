@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cpflare.config import Config, ModelConfig, config_from_dict, load_config
 from cpflare.fields import channels_of
+from cpflare.models.conditioning import build_conditioning, is_steered, with_conditions
 from cpflare.models.layers import initialise_linear
 from cpflare.models.mixers import build_parts
 from cpflare.models.site import Site
@@ -36,12 +37,16 @@ class Backbone(nn.Module):
         *,
         seed: int = 0,
         position: slice | None = None,
+        conditions: int = 0,
     ) -> None:
+        """`conditions` are the last of the `in_channels`: what the model is conditioned by."""
         super().__init__()
         self.mixer_name = config.mixer
         self.width, self.dropout, self.seed = config.channels, config.dropout, seed
         self.in_channels, self.out_channels, self.position = in_channels, out_channels, position
-        parts = build_parts(config, in_channels, out_channels)
+        # Of the inputs, how many the input projection reads; the conditioning reads the others.
+        self.embedded = in_channels - conditions if is_steered(config) else in_channels
+        parts = build_parts(config, self.embedded, out_channels)
         self.in_proj = parts.in_proj
         self.blocks = nn.ModuleList(parts.steps)
         self.out_norm = parts.out_norm
@@ -51,6 +56,7 @@ class Backbone(nn.Module):
         self.chunk_tokens: int | None = None  # the executor's; None: the device's default
         if parts.initialise:
             self.apply(initialise_linear)
+        self.conditioning = build_conditioning(config, conditions)
 
     @property
     def steps(self) -> list[Step]:
@@ -93,8 +99,12 @@ class Backbone(nn.Module):
 
     def embed(self, inputs: Tensor) -> Tensor:
         """The input projection of a chunk.  [B, n, F] -> [B, n, C]"""
-        x: Tensor = self.in_proj(inputs)
+        x: Tensor = self.in_proj(inputs[..., : self.embedded])
         return x
+
+    def conditions(self, inputs: Tensor) -> Tensor:
+        """The channels that the conditioning reads.  [B, n, F] -> [B, n, F_c]"""
+        return inputs[..., self.embedded :]
 
     def head(self, x: Tensor) -> Tensor:
         """The output head of a chunk.  [B, n, C] -> [B, n, O]"""
@@ -136,6 +146,9 @@ Executor = Callable[[Backbone, Tensor, Site], Tensor]
 def run_whole(model: Backbone, inputs: Tensor, site: Site) -> Tensor:
     """All tokens at once by ordinary autograd: what the model means, and nothing of how it runs."""
     x = model.embed(inputs)
+    if model.conditioning is not None:
+        c = model.conditions(inputs)
+        (site,) = with_conditions(model.conditioning, [c], [site], model.reducer)
     for step in model.steps:
         x = step(x, model.reducer, site)
     return model.head(x)
@@ -170,5 +183,6 @@ def build_model(config: Config | Mapping[str, Any] | str) -> Backbone:
             config.target_channels,
             seed=config.train.seed,
             position=_position(config.data.inputs),
+            conditions=config.condition_channels,
         )
     return model.double() if config.train.precision == "fp64" else model

@@ -127,6 +127,15 @@ class TokenProjection(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
+class ZeroProjection(nn.Linear):
+    """A projection that starts with zero weight and bias."""
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
 class OrthogonalProjection(nn.Linear):
     """A projection that starts with orthonormal rows, or columns, and zero bias."""
 
@@ -139,7 +148,7 @@ class OrthogonalProjection(nn.Linear):
 
 def initialise_linear(module: nn.Module) -> None:
     """Linear weights N(0, 0.02) and zero bias; those that start in another way do so."""
-    if isinstance(module, TokenProjection | OrthogonalProjection):
+    if isinstance(module, TokenProjection | OrthogonalProjection | ZeroProjection):
         module.initialise()
     elif isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=INIT_STD)

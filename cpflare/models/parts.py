@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from cpflare.config import ModelConfig
+from cpflare.models.conditioning import ConditionedBlock, is_steered
 from cpflare.models.layers import ResidualMLP, make_norm
 from cpflare.models.mixer import Mixer
 from cpflare.models.step import Block, Step
@@ -44,5 +45,6 @@ def backbone_parts(
 ) -> Parts:
     """The shared backbone with a block for each mixer."""
     in_proj, out_norm, out_proj = projections(config, in_channels, out_channels)
-    blocks = [Block(config, index, mixer) for index, mixer in enumerate(mixers)]
+    kind = ConditionedBlock if is_steered(config) else Block
+    blocks = [kind(config, index, mixer) for index, mixer in enumerate(mixers)]
     return Parts(in_proj, blocks, out_norm, out_proj)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -16,6 +17,22 @@ class Placed(Protocol):
     index: int
 
 
+class Steers(Protocol):
+    """What makes a block's parts depend on conditions (`cpflare.models.conditioning`)."""
+
+    def enter(self, layer: int, part: int, x: Tensor, site: Site) -> Tensor:
+        """What part 0 (the mixer) or 1 (the feed-forward network) reads of normalised tokens."""
+        ...
+
+    def leave(self, layer: int, part: int, y: Tensor, site: Site) -> Tensor:
+        """What such a part adds to the residual stream."""
+        ...
+
+    def attend(self, layer: int, x: Tensor, site: Site) -> Tensor:
+        """What happens between the two parts."""
+        ...
+
+
 @dataclass(frozen=True)
 class Site:
     """What is known of some of a rank's tokens apart from their activations.
@@ -23,7 +40,9 @@ class Site:
     `rows` [n] int64 are their global rows, of which all that is random is a function; `layer` is
     the index of the step that is run. `inputs` [B, n, F] are the network's own, of which
     `position` are the channels of the position; `offset` is the place of the first token among the
-    `total` of the case. What no step needs (`Step.needs`) is left out, so that it costs nothing.
+    `total` of the case. `condition` [B, n, D_h] is the encoding of the tokens' conditions,
+    `context` what all tokens know of them, and `steer` what makes blocks depend on both. What no
+    step needs (`Step.needs`) is left out, so that it costs nothing.
     """
 
     rows: Tensor | None = None
@@ -35,6 +54,9 @@ class Site:
     position: slice | None = None
     offset: int = 0
     total: int = 0
+    steer: Steers | None = None
+    condition: Tensor | None = None
+    context: Mapping[str, Tensor] = field(default_factory=dict)
 
     def part(self, chunk: slice) -> Site:
         """The same of a chunk of these tokens."""
@@ -44,13 +66,37 @@ class Site:
             self,
             rows=None if self.rows is None else self.rows[chunk],
             inputs=None if self.inputs is None else self.inputs[:, chunk],
+            condition=None if self.condition is None else self.condition[:, chunk],
             offset=self.offset + chunk.start,
         )
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is known of the tokens."""
-        return self.rows is None and self.inputs is None and self.total == 0
+        known = (self.rows, self.inputs, self.steer)
+        return all(each is None for each in known) and self.total == 0
+
+    @property
+    def steering(self) -> Steers:
+        """`steer`, in a block that needs it."""
+        assert self.steer is not None
+        return self.steer
+
+    @property
+    def activations(self) -> list[Tensor]:
+        """What is computed from inputs and parameters, and has gradients."""
+        own = [] if self.condition is None else [self.condition]
+        return [*own, *self.context.values()]
+
+    def with_activations(self, steer: Steers, tensors: Sequence[Tensor]) -> Site:
+        """The same with other activations, in their order."""
+        own = 0 if self.condition is None else 1
+        return replace(
+            self,
+            steer=steer,
+            condition=tensors[0] if own else None,
+            context=dict(zip(self.context, tensors[own:], strict=True)),
+        )
 
     def of(self, step: Placed) -> Site:
         """The same in a step of the model, whose index is read only where it matters: a compiler

@@ -8,6 +8,7 @@ import torch
 from cpflare.models.mixers import MIXERS
 from support.every_mixer import (
     CHOOSE_PLACES,
+    CONDITIONED,
     ENGINES,
     EXACT,
     SHARDS,
@@ -24,9 +25,9 @@ from support.harness import relative_error, run_ranks
 
 
 @pytest.mark.parametrize("sizes", SHARDS, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | CONDITIONED)
 def test_outputs_and_gradients_equal_the_naive_formula_s(variant, sizes):
-    inputs, targets, rows = draw(11)
+    inputs, targets, rows = draw(variant, 11)
     expected = naive_values(variant, inputs, targets, rows)
     if len(sizes) == 1:
         results = [shard_values(0, 1, variant, sizes, inputs, targets, rows)]
@@ -37,27 +38,27 @@ def test_outputs_and_gradients_equal_the_naive_formula_s(variant, sizes):
         assert max(errors.values()) < EXACT, (engine, max(errors, key=errors.get))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | CONDITIONED)
 def test_every_weight_matters_but_the_biases_of_keys(variant):
-    values = naive_values(variant, *draw(11))
+    values = naive_values(variant, *draw(variant, 11))
     idle = [n for n, g in values.items() if g.abs().max() < 1e-9 * values["outputs"].abs().max()]
     # Added to all keys alike, a bias moves no softmax over them.
     without = (".norm1.",) if variant == "none" else ("key_proj.bias", "key_norm.bias")
     assert all(any(part in name for part in without) for name in idle), idle
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | CONDITIONED)
 def test_no_tokens_anywhere_are_no_tokens_and_no_gradient(variant):
-    inputs, targets, rows = draw(0)
+    inputs, targets, rows = draw(variant, 0)
     for engine, values in shard_values(0, 1, variant, [0], inputs, targets, rows).items():
         assert values["outputs"].shape == (2, 0, 4)
         assert all(not v.any() and v.isfinite().all() for v in values.values()), engine
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | CONDITIONED)
 def test_the_order_of_tokens_does_not_matter_but_every_token_does(variant):
     model = build(variant)
-    inputs, _, rows = draw(9)
+    inputs, _, rows = draw(variant, 9)
     order = torch.randperm(9)
     outputs = model(inputs, rows=rows)
     if variant not in CHOOSE_PLACES:
@@ -69,9 +70,9 @@ def test_the_order_of_tokens_does_not_matter_but_every_token_does(variant):
 
 
 @pytest.mark.parametrize("sizes", [[2, 9], [6, 0, 5]], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | CONDITIONED)
 def test_a_few_steps_take_the_same_way_on_any_ranks(variant, sizes):
-    case = draw(11)
+    case = draw(variant, 11)
     losses, weights = train_shard(0, 1, variant, [11], None, *case)
     assert losses[-1] != losses[0]
     results = run_ranks(len(sizes), train_shard, variant, sizes, "streamed", *case)
@@ -82,9 +83,9 @@ def test_a_few_steps_take_the_same_way_on_any_ranks(variant, sizes):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | CONDITIONED)
 def test_half_precision_stays_close_to_fp32(variant, dtype):
-    inputs, targets, rows = draw(200, torch.float32)
+    inputs, targets, rows = draw(variant, 200, torch.float32)
     model = build(variant, "fp32")
     found = {}
     for enabled in (False, True):

@@ -37,6 +37,33 @@ CHOOSE_PLACES = ("abupt-few",)
 
 VARIANTS = {name: {"mixer": name} for name in MIXERS} | OPTIONS
 
+CONDITIONS = {"condition": ["normal", "area"]}
+"""Four channels of conditions after the six of the inputs."""
+
+CONDITIONED = {
+    f"{mixer} {name}": {"mixer": mixer} | options
+    for mixer in ("flarepp", "transolver")
+    for name, options in {
+        "in context": {"conditioning": "in_context"},
+        "global": {"conditioning": "global", "conditioning_width": 8},
+        "padanorm": {"conditioning": "padanorm", "conditioning_layers": 2},
+        "cross attention": {
+            "conditioning": "cross_attention",
+            "conditioning_latents": 3,
+            "conditioning_layers": 1,
+        },
+    }.items()
+} | {
+    f"flarepp padanorm {name}": {"mixer": "flarepp", "conditioning": "padanorm"} | options
+    for name, options in {
+        "of the mixer": {"modulation_sites": "mixer"},
+        "of the ffn, shared": {"modulation_sites": "ffn", "modulation_shared": "sites"},
+        "shared by blocks": {"modulation_shared": "sites"},
+        "shared by all": {"modulation_shared": "all", "modulation_gate": "zero"},
+    }.items()
+}
+"""Conditionings with two mixers, and the options of one."""
+
 ENGINES = {
     "in memory": EngineConfig(chunk_tokens=3),
     "streamed": EngineConfig(executor="streamed", chunk_tokens=4),
@@ -48,13 +75,16 @@ SHARDS = [[11], [2, 9], [6, 0, 5]]
 
 
 def config_of(variant, precision="fp64", **options):
-    sizes = SIZES | VARIANTS[variant] | options
-    return config_from_dict({"model": sizes, "train": {"precision": precision}})
+    sizes = SIZES | (VARIANTS | CONDITIONED)[variant] | options
+    data = CONDITIONS if "conditioning" in sizes else {}
+    return config_from_dict({"model": sizes, "data": data, "train": {"precision": precision}})
 
 
 def build(variant, precision="fp64", **options):
     """A model whose every weight matters: no zero biases, no unit scales."""
-    model = build_model(config_of(variant, precision, **options))
+    config = config_of(variant, precision, **options)
+    model = build_model(config)
+    model.tested = config.model
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -68,15 +98,65 @@ def naive_forward(model, inputs, rows, step):
     kind = MIXERS[model.mixer_name]
     site = model.site_of(inputs, rows, step)
     x = model.embed(inputs)
-    for part in model.steps:
+    conditions = NaiveConditioning(model, inputs[..., 6:])
+    for layer, part in enumerate(model.steps):
         here = site.of(part)
         if isinstance(part, Block):
-            x = x + kind.naive(part.mixer, part.norm1(x), here)
+            enter, leave = conditions.modulation(layer, 0)
+            x = x + leave * kind.naive(part.mixer, enter(part.norm1(x)), here)
+            x = x + conditions.attention(layer, x)
+            enter, leave = conditions.modulation(layer, 1)
             if part.has_feed:
-                x = x + part.ffn(part.norm2(x))
+                x = x + leave * part.ffn(enter(part.norm2(x)))
         else:
             x = kind.naive(part, x, here)
     return model.head(x)
+
+
+class NaiveConditioning:
+    """What each conditioning means, over all tokens of a case, with a model's weights."""
+
+    def __init__(self, model, c):
+        config = model.tested
+        self.own, self.kind = model.conditioning, config.conditioning
+        self.sites, self.shared = config.modulation_sites, config.modulation_shared
+        if self.own is None:
+            return
+        e = c.mean(dim=1, keepdim=True) if self.kind == "global" else c
+        for index, layer in enumerate(self.own.encoder.layers):
+            e = layer(e * e.sigmoid() if index else e)
+        self.e = e
+        if self.kind == "cross_attention":
+            k, v = (self.heads(p(e)) for p in (self.own.key_proj, self.own.value_proj))
+            z = (self.own.queries @ k.mT / k.shape[-1] ** 0.5).softmax(dim=-1) @ v
+            self.latents = self.own.latent_proj(z.transpose(1, 2).flatten(2))
+
+    def heads(self, x):
+        return x.unflatten(-1, (SIZES["heads"], -1)).transpose(1, 2)
+
+    def modulation(self, layer, part):
+        """What goes into a part as a function of its normalised tokens, and the factor behind."""
+        if self.own is None or self.kind == "cross_attention":
+            return lambda u: u, 1.0
+        if part not in {"both": (0, 1), "mixer": (0,), "ffn": (1,)}[self.sites]:
+            return lambda u: u, 1.0
+        parts = 2 if self.sites == "both" else 1
+        own = {"none": layer * parts + part % parts, "sites": part % parts, "all": 0}
+        shared = self.shared
+        if shared == "auto":
+            shared = "all" if self.kind == "global" else "none"
+        alpha, beta = self.own.enter_proj[own[shared]](self.e).chunk(2, dim=-1)
+        gamma = self.own.leave_proj[own[shared]](self.e)
+        return lambda u: (1 + alpha) * u + beta, self.own.gate + gamma
+
+    def attention(self, layer, x):
+        if self.kind != "cross_attention":
+            return 0.0
+        block = self.own.blocks[layer]
+        q = self.heads(block.query_proj(block.norm(x)))
+        k, v = (self.heads(p(self.latents)) for p in (block.key_proj, block.value_proj))
+        y = (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1) @ v
+        return block.out_proj(y.transpose(1, 2).flatten(2))
 
 
 def objective(outputs, targets, count):
@@ -84,9 +164,9 @@ def objective(outputs, targets, count):
     return ((outputs - targets) ** 2).sum() / count
 
 
-def draw(num_tokens, dtype=torch.float64):
+def draw(variant, num_tokens, dtype=torch.float64):
     """Inputs, targets and global rows of a case, for a batch of two."""
-    inputs = torch.rand(2, num_tokens, 6, dtype=dtype)
+    inputs = torch.rand(2, num_tokens, 10 if variant in CONDITIONED else 6, dtype=dtype)
     rows = torch.randperm(1000)[:num_tokens]
     return inputs, torch.randn(2, num_tokens, 4, dtype=dtype), rows
 
