@@ -154,13 +154,18 @@ def _store_and_cases(
 
 def _mesh_reader(run: RunDescription, length_scale: float | None):  # type: ignore[no-untyped-def]
     from data_prep.fields import FieldMap
+    from data_prep.parameters import read_parameters
     from data_prep.read import load_case
 
     scale = {} if length_scale is None else {"length_scale": length_scale}
     field_map = FieldMap.from_dict(run.field_map | scale)
 
     def read(path: Path) -> Mesh:
-        return load_case(path, field_map, with_targets=False)
+        mesh = load_case(path, field_map, with_targets=False)
+        if not run.normalizer.parameters:
+            return mesh
+        parameters = read_parameters(path, field_map)
+        return dataclasses.replace(mesh, attrs={**mesh.attrs, "parameters": parameters})
 
     return read
 

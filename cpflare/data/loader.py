@@ -50,11 +50,11 @@ class ShardReader:
 
         Raises DataError for missing, damaged or non-finite data.
         """
-        arrays = self.read_fields(window, (*self.normalizer.inputs, *self.normalizer.targets))
+        arrays = self.read_fields(window, (*self.normalizer.read, *self.normalizer.targets))
         case = self.store.case(window.case)
         return Sample(
             window,
-            self.normalizer.encode_inputs(arrays, case.offset, self.dtype),
+            self.normalizer.encode_inputs(arrays, case.offset, self.dtype, case.parameters),
             self.normalizer.encode_targets(arrays, self.dtype),
             self.rows(window),
         )

@@ -210,6 +210,11 @@ class Case:
                 f"and {AGAIN}"
             ) from error
 
+    @property
+    def parameters(self) -> dict[str, float]:
+        """The case's parameters by name; none where no table of them stood beside its source."""
+        return dict(self.attrs.get("parameters") or {})
+
     def chunk_rows(self, field: str = "position") -> int:
         """Rows of one inner chunk, the smallest piece that a read decodes."""
         return int(self._array(field).chunks[0])

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cpflare.engine.activations import ActivationStore
 from cpflare.models.backbone import Backbone, Site, Step
+from cpflare.models.conditioning import Conditioning
 from cpflare.models.mixer import Adjoint, Pull, Reduction, Stage, State, Tokens
 
 
@@ -103,20 +104,31 @@ class Sweep:
         conditioning = self.model.conditioning
         if conditioning is None:
             return
-        if self.store.keeps:
-            for rows, _ in self.chunks:
-                e = conditioning.encode(self.model.conditions(inputs[:, rows]))
-                if self.encoded is None:
-                    self.encoded = e.new_empty((*inputs.shape[:2], e.shape[-1]))
-                self.encoded[:, rows] = e
-        else:
-            self.raw = self.model.conditions(inputs)
+        kept = conditioning.kept
+
+        def make() -> tuple[Tensor | None, BlockMemory]:
+            return self._encode(conditioning, inputs), self._pool(conditioning, inputs.shape[0])
+
+        self.raw = self.model.conditions(inputs)
+        self.encoded, self.prologue = make() if kept is None else kept.of(inputs.shape[1], make)
+
+    def _encode(self, conditioning: Conditioning, inputs: Tensor) -> Tensor | None:
+        if not self.store.keeps:
+            return None
+        for rows, _ in self.chunks:
+            e = conditioning.encode(self.raw[:, rows])
+            if self.encoded is None:
+                self.encoded = e.new_empty((*inputs.shape[:2], e.shape[-1]))
+            self.encoded[:, rows] = e
+        return self.encoded
+
+    def _pool(self, conditioning: Conditioning, batch: int) -> BlockMemory:
         stages = conditioning.stages
         sweeps = [
             (conditioning.tokens(self._encoded(r)).prepare(stage.reads) for r, _ in self.chunks)
             for stage in stages
         ]
-        self.prologue = self._reduce(stages, sweeps, inputs.shape[0])
+        return self._reduce(stages, sweeps, batch)
 
     def _encoded(self, rows: slice) -> Tensor:
         assert self.model.conditioning is not None

@@ -198,7 +198,8 @@ class Predictor:
         shard = {name: values[first:last] for name, values in mesh.fields.items()}
         shard["position"] = shard["position"] - mesh.offset
         dtype = weight_dtype(self.inference.precision)
-        inputs = self.normalizer.encode_inputs(shard, mesh.offset, dtype)
+        parameters = mesh.attrs.get("parameters") or {}
+        inputs = self.normalizer.encode_inputs(shard, mesh.offset, dtype, parameters)
         outputs = run_model(self.model, inputs, self.inference)
         bounds = [shard_bounds(num_rows, self.topology.cp, r) for r in range(self.topology.cp)]
         return gather_in_source_order(

@@ -37,9 +37,9 @@ def predict_shard(
 
     Communication: the model's reductions; every rank of the reader's CP group must call it.
     """
-    arrays = reader.read_fields(window, reader.normalizer.inputs)
-    offset = reader.store.case(window.case).offset
-    inputs = reader.normalizer.encode_inputs(arrays, offset, reader.dtype)
+    arrays = reader.read_fields(window, reader.normalizer.read)
+    case = reader.store.case(window.case)
+    inputs = reader.normalizer.encode_inputs(arrays, case.offset, reader.dtype, case.parameters)
     return reader.normalizer.decode_targets(run_model(model, inputs, inference))
 
 

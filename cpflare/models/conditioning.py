@@ -7,8 +7,9 @@ blocks. A block then reads both from its site.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,30 @@ from cpflare.ops.attention import statistics_dtype
 __all__ = ["ConditionedBlock", "Conditioning", "build_conditioning", "with_conditions"]
 
 
+T = TypeVar("T")
+
+
+class Kept:
+    """What one forward made of its conditions, for further ones with the same."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.made: Any = None
+
+    def of(self, tokens: int, make: Callable[[], T]) -> T:
+        """What `make` gives, which is called once."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("kept conditions have no gradients; run it in torch.no_grad()")
+        if self.made is None:
+            self.tokens, self.made = tokens, make()
+        if tokens != self.tokens:
+            raise ValueError(
+                f"the conditions of {self.tokens} tokens are kept, and these are {tokens} other "
+                "tokens; take them in a `same_conditions` of their own"
+            )
+        return self.made  # type: ignore[no-any-return]
+
+
 class Conditioning(nn.Module):
     """What a model does with its conditions; this one modulates the blocks token by token.
 
@@ -44,6 +69,7 @@ class Conditioning(nn.Module):
     """
 
     stages: tuple[Stage, ...] = ()
+    kept: Kept | None = None  # see `cpflare.engine.conditions`
 
     def __init__(self, config: ModelConfig, channels: int) -> None:
         super().__init__()
@@ -92,13 +118,15 @@ class Conditioning(nn.Module):
         if part not in self.modulates:
             return x
         alpha, beta = self.enter_proj[self._at(layer, part)](self.encoding(site)).chunk(2, dim=-1)
-        return x * (1 + alpha) + beta
+        entering: Tensor = x * (1 + alpha) + beta
+        return entering
 
     def leave(self, layer: int, part: int, y: Tensor, site: Site) -> Tensor:
         """What a block's part adds to the residual stream."""
         if part not in self.modulates:
             return y
-        return y * (self.gate + self.leave_proj[self._at(layer, part)](self.encoding(site)))
+        gamma: Tensor = self.leave_proj[self._at(layer, part)](self.encoding(site))
+        return y * (self.gate + gamma)
 
     def attend(self, layer: int, x: Tensor, site: Site) -> Tensor:
         """What a block adds between its two parts."""
@@ -170,10 +198,20 @@ class CrossConditioning(Conditioning):
                 query=lambda state: self.queries[None],
                 keys="k",
                 values="v",
-                finish=lambda z, state: {"latents": self.latent_proj(merge_heads(z))},
+                finish=lambda z, state: self._read(self.latent_proj(merge_heads(z))),
                 scale=self.scale,
             ),
         )
+
+    def _read(self, latents: Tensor) -> State:
+        """Keys and values of every block from the latents [B, M_c, C]."""
+        state: State = {}
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, CrossAttention)
+            for name, projection in (("k", block.key_proj), ("v", block.value_proj)):
+                heads = split_heads(projection(latents), self.heads)
+                state[f"{name}{index}"] = to_attention_dtype(heads).contiguous()
+        return state
 
     def tokens(self, e: Tensor) -> Tokens:
         return Tokens(
@@ -184,13 +222,14 @@ class CrossConditioning(Conditioning):
         )
 
     def attend(self, layer: int, x: Tensor, site: Site) -> Tensor:
-        return x + self.blocks[layer](x, site.context["latents"])  # type: ignore[no-any-return]
+        k, v = (site.context[f"{name}{layer}"] for name in "kv")
+        return x + self.blocks[layer](x, k, v)  # type: ignore[no-any-return]
 
 
 class CrossAttention(nn.Module):
     """Attention of each token to the conditions' latents; its output starts at zero.
 
-    x [B, n, C] and latents [B, M_c, C] -> [B, n, C]
+    x [B, n, C], and keys and values [B, H, M_c, D] of the latents -> [B, n, C]
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -203,11 +242,9 @@ class CrossAttention(nn.Module):
         self.value_proj = nn.Linear(width, width)
         self.out_proj = ZeroProjection(width, width)
 
-    def forward(self, x: Tensor, latents: Tensor) -> Tensor:
+    def forward(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = split_heads(self.query_proj(self.norm(x)), self.heads)
-        k = split_heads(self.key_proj(latents), self.heads)
-        v = split_heads(self.value_proj(latents), self.heads)
-        q, k, v = map(to_attention_dtype, (q, k.contiguous(), v.contiguous()))
+        q, k, v = map(to_attention_dtype, (q, k, v))
         out: Tensor = self.out_proj(merge_heads(decode(q, k, v, scale=self.scale)))
         return out
 
@@ -286,8 +323,15 @@ def with_conditions(
 
     Communication: one reduction a stage of the prologue.
     """
-    encoded = [conditioning.encode(c) for c in chunks]
-    context = reduce_stages(conditioning, [conditioning.tokens(e) for e in encoded], reducer)
+
+    def make() -> tuple[list[Tensor], State]:
+        encoded = [conditioning.encode(c) for c in chunks]
+        tokens = [conditioning.tokens(e) for e in encoded]
+        return encoded, reduce_stages(conditioning, tokens, reducer)
+
+    count = sum(c.shape[1] for c in chunks)
+    kept = conditioning.kept
+    encoded, context = make() if kept is None else kept.of(count, make)
     return [
         replace(site, steer=conditioning, condition=e, context=context)
         for site, e in zip(sites, encoded, strict=True)

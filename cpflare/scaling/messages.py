@@ -69,7 +69,12 @@ def what_counts(config: Config) -> Config:
     # The same sizes, and CPUs without fp16 are slow at it.
     precision = "bf16" if config.train.precision == "fp16" else config.train.precision
     return Config(
-        data=DataConfig(inputs=config.data.inputs, targets=config.data.targets),
+        data=DataConfig(
+            inputs=config.data.inputs,
+            targets=config.data.targets,
+            condition=config.data.condition,
+            parameters=config.data.parameters,
+        ),
         model=config.model,
         engine=replace(config.engine, chunk_tokens=None, memory_limit=None),
         train=TrainConfig(precision=precision, loss=config.train.loss),

@@ -16,6 +16,7 @@ def check_fields(store: Store, cases: Sequence[str], config: Config) -> None:
         for key, fields in (
             ("data.inputs", config.data.inputs),
             ("data.targets", config.data.targets),
+            ("data.condition", config.data.condition),
         ):
             present = [field for field in fields if field in case.fields]
             if len(present) < len(fields):
@@ -25,6 +26,14 @@ def check_fields(store: Store, cases: Sequence[str], config: Config) -> None:
                     f"case {name} of store {store.path} has no field {absent} ({key}); it has "
                     f"{', '.join(case.fields)}; {mend}, or prepare it with that field"
                 )
+        wanted = config.data.parameters
+        if unknown := [name for name in wanted if name not in case.parameters]:
+            known = ", ".join(case.parameters) or "none"
+            raise DataError(
+                f"case {name} of store {store.path} has no parameter {', '.join(unknown)} "
+                f"(data.parameters); it has {known}; name those, or prepare it with a table of "
+                "parameters (`parameters` in the field map)"
+            )
 
 
 def split_cases(

@@ -75,7 +75,8 @@ class Trainer:
         self.sampler = Sampler(
             self.train_cases, rows, config.data.tokens, self.cases_per_step, train.seed
         )
-        self.normalizer = Normalizer.from_statistics(config, store.statistics)
+        parameters = [store.case(name).parameters for name in self.train_cases]
+        self.normalizer = Normalizer.from_statistics(config, store.statistics, parameters)
         dtype = weight_dtype(train.precision)
         self.reader = ShardReader(store, self.normalizer, dtype, topology.cp, topology.cp_rank)
         self.validation = Validation(config, self.reader, val_cases, topology)

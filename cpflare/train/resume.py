@@ -123,8 +123,8 @@ def run_identity(
     keys: dict[str, Any] = {
         f"model.{name}": value for name, value in dataclasses.asdict(config.model).items()
     }
-    shared_data = ("inputs", "targets", "position", "tokens")
-    keys |= {f"data.{name}": getattr(config.data, name) for name in shared_data}
+    for name in ("inputs", "targets", "condition", "parameters", "position", "tokens"):
+        keys[f"data.{name}"] = getattr(config.data, name)
     optimisation = ("seed", "precision", "loss", "schedule", "warmup", "lr", "weight_decay", "ema")
     for name in (*optimisation, "init_from"):
         keys[f"train.{name}"] = getattr(config.train, name)
@@ -160,12 +160,20 @@ def require_same_run(
     One that goes `further` than a run that had ended may have another learning rate.
     """
     for key, value in own.items():
-        if saved.get(key) != value and not (further and key in _COURSE):
-            before, now = (textwrap.shorten(str(v), 80) for v in (saved.get(key), value))
+        known = saved[key] if key in saved else _default(key)
+        if known != value and not (further and key in _COURSE):
+            before, now = (textwrap.shorten(str(v), 80) for v in (known, value))
             raise ConfigError(
                 f"checkpoint {path} was made with {key}={before}, this run has {now}; "
                 "set it back, or start anew with train.resume=never"
             )
+
+
+def _default(key: str) -> Any:
+    """What a key that a checkpoint does not know yet was: its default. None of other keys."""
+    section, _, name = key.partition(".")
+    known = Config()
+    return getattr(getattr(known, section, None), name, None)
 
 
 def weights_to_start_with(

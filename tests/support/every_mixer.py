@@ -37,7 +37,7 @@ CHOOSE_PLACES = ("abupt-few",)
 
 VARIANTS = {name: {"mixer": name} for name in MIXERS} | OPTIONS
 
-CONDITIONS = {"condition": ["normal", "area"]}
+CONDITIONS = {"condition": ["normal"], "parameters": ["width"]}
 """Four channels of conditions after the six of the inputs."""
 
 CONDITIONED = {
