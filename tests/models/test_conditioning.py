@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cpflare.config import config_from_dict
+from cpflare.config import EngineConfig, config_from_dict
 from cpflare.engine import configure
 from cpflare.engine.conditions import same_conditions
 from cpflare.errors import ConfigError
@@ -173,3 +173,27 @@ def test_a_conditioned_model_takes_its_conditions_behind_its_inputs():
     assert (config.input_channels, config.condition_channels) == (10, 4)
     with pytest.raises(ValueError, match=r"the model reads \[B, n, 10\]"):
         build_model(config)(torch.rand(1, 5, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("engine", [n for n in ENGINES if n != "one chunk"])
+def test_dropout_beside_a_conditioning_is_that_of_the_row(engine):
+    inputs, rows = torch.rand(1, 12, 10, dtype=torch.float64), torch.randperm(100)[:12]
+    found = []
+    for executor in (None, ENGINES[engine]):
+        model = build("flarepp padanorm", dropout=0.3).train()
+        if executor is not None:
+            configure(model, executor)
+        outputs = model(inputs, rows=rows, step=2)
+        outputs.square().sum().backward()
+        found.append([outputs, *(p.grad for p in model.parameters())])
+    assert all((a - b).abs().max() < 1e-12 * b.abs().max() for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["flarepp padanorm", "flarepp global"])
+def test_a_compiled_model_with_conditions_is_the_eager_one(variant):
+    inputs = torch.rand(1, 12, 10)
+    eager, compiled = build(variant, "fp32"), build(variant, "fp32")
+    configure(compiled, EngineConfig(compile=True))
+    with torch.no_grad():
+        assert (compiled(inputs) - eager(inputs)).abs().max() < 1e-5
