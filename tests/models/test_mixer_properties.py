@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cpflare.config import config_from_dict
+from cpflare.config import EngineConfig, config_from_dict
+from cpflare.engine import configure
 from cpflare.errors import ConfigError
 from cpflare.models import build_model, naive
 from cpflare.models.layers import merge_heads
@@ -224,3 +225,63 @@ def test_slices_start_as_everything_or_orthogonal(mixer):
         assert is_orthogonal == (kind == "orthogonal")
         if kind == "backbone":
             assert weight.std() == pytest.approx(0.02, rel=0.1)
+
+
+def model_of(mixer, **options):
+    values = {"mixer": mixer, "channels": C, "heads": H, "latents": M, "blocks": 2} | options
+    return build_model({"model": values, "train": {"precision": "fp64"}})
+
+
+@pytest.mark.parametrize("engine", ["in_memory", "streamed"])
+@pytest.mark.parametrize("mixer", ["perceiver", "lno"])
+def test_latent_blocks_run_once_each_way(mixer, engine):
+    model = configure(model_of(mixer), EngineConfig(executor=engine, chunk_tokens=3))
+    runs, pulls = [], []
+    for block in model.steps[0].latent_blocks:
+        block.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+        block.fc1.weight.register_hook(lambda grad: pulls.append(grad))
+    outputs = model(torch.rand(2, N, 6, dtype=torch.float64))
+    forward = len(runs)
+    outputs.sum().backward()
+    assert forward == 2
+    assert len(runs) == (2 if engine == "in_memory" else 4)  # streamed, again under autograd
+    assert len(pulls) == 2
+
+
+def test_a_bias_of_all_tokens_scores_moves_no_mode():
+    model = model_of("lno")
+    step, inputs = model.steps[0], torch.rand(2, N, 6, dtype=torch.float64)
+    site, x = Site(inputs=inputs), model.embed(inputs)
+    before = reduce_stages(step, [step.tokens(x, site)], Reducer())["z"]
+    outputs = model(inputs)
+    with torch.no_grad():
+        step.scores.fc2.bias[0] += 3.0
+    assert torch.equal(reduce_stages(step, [step.tokens(x, site)], Reducer())["z"], before)
+    assert relative_error(model(inputs), outputs) > 1e-6
+
+
+def test_one_mode_is_read_alike_by_all_tokens():
+    outputs = model_of("lno", latents=1)(torch.rand(2, N, 6, dtype=torch.float64))
+    assert relative_error(outputs, outputs[:, :1].expand_as(outputs)) < 1e-12
+
+
+def test_attention_to_constant_values_is_these_values_and_the_query():
+    model = model_of("gnot")
+    step = model.steps[1]
+    with torch.no_grad():
+        step.attention.value_proj.weight.zero_()
+        step.attention.value_proj.bias.normal_()
+    inputs = torch.rand(2, N, 6, dtype=torch.float64)
+    site = Site(inputs=inputs, position=slice(0, 3))
+    tokens = step.tokens(model.embed(inputs), site)
+    state = reduce_stages(step, [tokens], Reducer())
+    v = step.attention.value_proj.bias.unflatten(0, (H, 1, D))
+    expected = step.attention.out_proj(merge_heads(tokens["q"] + v))
+    assert relative_error(step.attention.read(tokens["q"], state["sums"]), expected) < 1e-12
+
+
+def test_an_underflowing_normaliser_stays_finite():
+    attention = model_of("gnot").steps[0].attention.float()
+    q, sums = torch.zeros(1, H, 1, D), torch.zeros(1, H, D, D + 1)
+    q[..., 0], sums[:, :, 1:] = 1.0, 1.0  # all mass of the keys on other features
+    assert attention.read(q, sums).isfinite().all()
