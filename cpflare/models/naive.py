@@ -153,3 +153,54 @@ def abupt(m: Any, x: Tensor, site: Any) -> Tensor:
     count, step = min(m.anchors, x.shape[1]), site.step if m.training else 0
     chosen = keyed_places(count, x.shape[1], seed=site.seed, step=step)
     return m.out_proj(merge(attention(q, k[:, :, chosen], v[:, :, chosen], m.scale)))
+
+
+def latent_block(b: Any, z: Tensor) -> Tensor:
+    """z += attention(norm z); z += mlp(norm z)"""
+    q, k, v = (split(t, b.heads) for t in b.qkv_proj(b.norm1(z)).chunk(3, dim=-1))
+    z = z + b.out_proj(merge(attention(q, k, v, q.shape[-1] ** -0.5)))
+    return z + b.fc2(F.gelu(b.fc1(b.norm2(z)), approximate=b.approximate))
+
+
+def perceiver(s: Any, x: Tensor, site: Any) -> Tensor:
+    """Latents attend to the tokens, then to one another; tokens attend to them."""
+    latents = s.latents.expand(len(x), -1, -1)
+    queries = s.query_in(s.norm_latents(latents)) if s.original else latents
+    source = s.norm_in(x)
+    q, k, v = (split(t, s.heads) for t in (queries, s.key_in(source), s.value_in(source)))
+    z = s.out_in(merge(attention(q, k, v, s.scale)))
+    if s.original:
+        z = latents + z
+        z = z + s.mlp_in(s.norm_mlp_in(z))
+    for block in s.latent_blocks:
+        z = latent_block(block, z)
+    z = s.norm_z(z)
+    q, k, v = (
+        split(t, s.heads) for t in (s.query_proj(s.norm_out(x)), s.key_out(z), s.value_out(z))
+    )
+    y = s.out_proj(merge(attention(q, k, v, s.scale)))
+    return y + s.mlp_out(s.norm_mlp_out(y)) if s.original else y
+
+
+def lno(s: Any, x: Tensor, site: Any) -> Tensor:
+    """z = softmax_N(S)^T y;  latent blocks;  r = softmax_M(S) z"""
+    scores = s.scores(x)  # [B, N, M]
+    z = torch.softmax(scores, dim=1).mT @ s.branch(site.inputs)
+    for block in s.latent_blocks:
+        z = latent_block(block, z)
+    return torch.softmax(scores, dim=2) @ z
+
+
+def gnot(s: Any, x: Tensor, site: Any) -> Tensor:
+    """Y_i = sum_j (q_i . k_j) v_j / sum_j (q_i . k_j) + q_i, then the experts."""
+    a, source = s.attention, s.norm1(x)
+    z = source if s.branch is None else s.norm_z(s.branch(site.inputs))
+    q, k = (torch.softmax(split(t, a.heads), dim=-1) for t in (a.query_proj(source), a.key_proj(z)))
+    scores = q @ k.mT
+    y = scores @ split(a.value_proj(z), a.heads) / scores.sum(dim=-1, keepdim=True) + q
+    x = x + a.out_proj(merge(y))
+    gates = s.gate(site.positions)
+    mixed = torch.zeros_like(x)
+    for e, (fc1, fc2) in enumerate(zip(s.experts.fc1, s.experts.fc2, strict=True)):
+        mixed = mixed + gates[..., [e]] * fc2(F.gelu(fc1(x)))
+    return x + s.norm2(mixed)

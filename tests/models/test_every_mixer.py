@@ -23,6 +23,8 @@ from support.every_mixer import (
 )
 from support.harness import relative_error, run_ranks
 
+KEY_BIASES = ("key_proj.bias", "key_norm.bias", "key_in.bias", "key_out.bias")
+
 
 @pytest.mark.parametrize("sizes", SHARDS, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS | CONDITIONED)
@@ -43,7 +45,7 @@ def test_every_weight_matters_but_the_biases_of_keys(variant):
     values = naive_values(variant, *draw(variant, 11))
     idle = [n for n, g in values.items() if g.abs().max() < 1e-9 * values["outputs"].abs().max()]
     # Added to all keys alike, a bias moves no softmax over them.
-    without = (".norm1.",) if variant == "none" else ("key_proj.bias", "key_norm.bias")
+    without = (".norm1.",) if variant == "none" else KEY_BIASES
     assert all(any(part in name for part in without) for name in idle), idle
 
 

@@ -61,6 +61,51 @@ BLOCK_MIXERS = {
     "none": ([], 0, 0),
 }
 
+IN, OUT, LAYERS, EXPERTS, R = 6, 4, 2, 3, 2  # inputs, outputs, and sizes of the architectures
+
+
+def latent_parameters(ratio):
+    return 3 * C * C + P + 4 * C + 2 * ratio * C * C + ratio * C + C
+
+
+def mlp_parameters(a, b):
+    return a * C + C + LAYERS * P + C * b + b
+
+
+def mlp_flops(a, b):
+    return 2 * (a * C + LAYERS * C * C + C * b)
+
+
+ENDS = mlp_parameters(IN, C) + mlp_parameters(C, OUT)
+HALF = [(SUM, H * D * (D + 1), H * D * (D + 1))]
+
+# Of a whole model: stages, parameters and FLOPs a token. Those of Perceiver IO stand between the
+# backbone's ends, whose projections are MLPs of the same form, with a norm.
+ARCHITECTURES = {
+    "perceiver": (
+        [(SOFTMAX, H * M * (D + 1), H * M * D)],
+        ENDS + 2 * C + M * C + 3 * P + 2 * C + BLOCKS * latent_parameters(4) + 4 * P + 4 * C,
+        mlp_flops(IN, C) + mlp_flops(C, OUT) + 8 * C * C + 8 * M * C,
+    ),
+    "lno": (
+        [(SOFTMAX, M * (C + 1), M * C)],
+        ENDS + mlp_parameters(IN, C) + mlp_parameters(C, M) + BLOCKS * latent_parameters(2),
+        2 * mlp_flops(IN, C) + mlp_flops(C, OUT) + mlp_flops(C, M) - 2 * C * M + 8 * M * C,
+    ),
+    "gnot": (
+        HALF * 2 * BLOCKS,
+        ENDS
+        + mlp_parameters(IN, C)
+        + BLOCKS * (8 * P + 10 * C + 2 * EXPERTS * (2 * R * C * C + R * C + C))
+        + BLOCKS * (3 * R * C + R * C + R * R * C * C + R * C + EXPERTS * R * C + EXPERTS),
+        mlp_flops(IN, C)
+        + mlp_flops(C, OUT)
+        + BLOCKS * mlp_flops(IN, C)  # the branch, made anew in each block
+        + 2 * BLOCKS * (8 * C * C + 4 * C * D + 2 * C + EXPERTS * 4 * R * C * C)
+        + 2 * BLOCKS * 2 * (3 * R * C + R * R * C * C + EXPERTS * R * C),  # the gate, twice a block
+    ),
+}
+
 OPTIONS = {"abupt": {"anchors": ANCHORS}}
 
 
@@ -70,7 +115,7 @@ def config_of(mixer, **options):
 
 
 def test_the_table_has_every_mixer():
-    assert {name for name, kind in MIXERS.items() if kind.parts is None} == {*BLOCK_MIXERS, "full"}
+    assert {*MIXERS} == {*BLOCK_MIXERS, *ARCHITECTURES, "full"}
 
 
 def expected_messages(stages, ranks):
@@ -82,15 +127,16 @@ def expected_messages(stages, ranks):
         elif ranks <= 4:
             forward.append(("all_gather", 4 * values))
         else:
-            forward += [("all_reduce", 4 * H * M), ("all_reduce", 4 * values)]
+            forward += [("all_reduce", 4 * (values - back)), ("all_reduce", 4 * values)]
         backward.append(("all_reduce", 4 * back))
     return forward, backward[::-1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("mixer", BLOCK_MIXERS)
+@pytest.mark.parametrize("mixer", [*BLOCK_MIXERS, *ARCHITECTURES])
 def test_messages_are_those_of_the_stages(mixer, ranks):
-    forward, backward = expected_messages(BLOCK_MIXERS[mixer][0] * BLOCKS, ranks)
+    whole = ARCHITECTURES[mixer][0] if mixer in ARCHITECTURES else BLOCK_MIXERS[mixer][0] * BLOCKS
+    forward, backward = expected_messages(whole, ranks)
     sent = [(m.kind, m.num_bytes) for m in messages_of(config_of(mixer), ranks).stages]
     if mixer == "abupt" and ranks > 1:
         assert sent.pop(0) == ("all_gather", 8)  # the number of tokens, once a forward
@@ -130,3 +176,10 @@ def test_full_attention_s_flops_grow_with_the_square():
     few, many = (flops("full", n) - flops("none", n) for n in (32, 64))
     assert few == BLOCKS * 32 * (8 * C * C + 4 * 32 * C)
     assert many == BLOCKS * 64 * (8 * C * C + 4 * 64 * C)
+
+
+@pytest.mark.parametrize("mixer", ARCHITECTURES)
+def test_a_complete_architecture_s_parameters_and_flops_a_token(mixer):
+    model = build_model(config_of(mixer))
+    assert sum(p.numel() for p in model.parameters()) == ARCHITECTURES[mixer][1]
+    assert flops(mixer, 96) - flops(mixer, 32) == 64 * ARCHITECTURES[mixer][2]

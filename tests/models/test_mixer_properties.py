@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cpflare.config import config_from_dict
+from cpflare.config import EngineConfig, config_from_dict
+from cpflare.engine import configure
 from cpflare.errors import ConfigError
 from cpflare.models import build_model, naive
 from cpflare.models.layers import merge_heads
@@ -25,11 +26,11 @@ def mixer_of(name, seed=7, **options):
     """A mixer with weights of unit scale, by itself."""
     values = {"mixer": name, "channels": C, "heads": H, "latents": M, "blocks": 1} | options
     config = config_from_dict({"model": values, "train": {"precision": "fp64"}}).model
-    mixer = MIXERS[name].build(config).double()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        mixer = MIXERS[name].build(config).double()
         for p in mixer.parameters():
-            p += 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p += 0.3 * torch.randn(p.shape, dtype=torch.float64)
     return mixer
 
 
@@ -55,7 +56,7 @@ def test_one_slice_is_the_mean_for_every_token(name):
 def test_every_token_twice_changes_nothing_but_what_eps_does(name):
     mixer, x = mixer_of(name), draw()
     once, twice = run(mixer, x), run(mixer, torch.cat([x, x], dim=1))[:, :N]
-    assert relative_error(twice, once) < 1e-5
+    assert relative_error(twice, once) < 1e-4
 
 
 def test_a_slice_of_almost_no_mass_is_pulled_to_zero():
@@ -72,10 +73,9 @@ def test_a_slice_of_almost_no_mass_is_pulled_to_zero():
 
 def test_both_orders_of_slicing_are_one_function():
     plain, fused = mixer_of("transolver"), mixer_of("transolver", slice_order="fused")
-    assert relative_error(run(fused, draw()), run(plain, draw())) > 1e-3  # other tokens
     x = draw()
     assert relative_error(run(fused, x), run(plain, x)) < 1e-12
-    assert fused.tokens(x, Site()).names == plain.tokens(x, Site()).names
+    assert (fused.stages[0].reads, plain.stages[0].reads) == (("x", "w"), ("w", "f"))
 
 
 def test_a_temperature_beyond_its_limits_stays_there():
@@ -136,9 +136,8 @@ def test_clusters_without_a_preference_hold_the_mean_query():
         mixer, x = mixer_of("cano", cluster=cluster), draw()
         with torch.no_grad():
             mixer.cluster_weight.zero_()
-        q, k, v = (
-            naive.split(p(x), H) for p in (mixer.query_proj, mixer.key_proj, mixer.value_proj)
-        )
+        projections = mixer.query_proj, mixer.key_proj, mixer.value_proj
+        q, k, v = (naive.split(project(x), H) for project in projections)
         z = F.scaled_dot_product_attention(scale * q.mean(dim=2, keepdim=True), k, v)
         expected = mixer.out_proj(merge_heads(z)).expand(-1, N, -1)
         assert relative_error(run(mixer, x), expected) < 1e-12
@@ -226,3 +225,63 @@ def test_slices_start_as_everything_or_orthogonal(mixer):
         assert is_orthogonal == (kind == "orthogonal")
         if kind == "backbone":
             assert weight.std() == pytest.approx(0.02, rel=0.1)
+
+
+def model_of(mixer, **options):
+    values = {"mixer": mixer, "channels": C, "heads": H, "latents": M, "blocks": 2} | options
+    return build_model({"model": values, "train": {"precision": "fp64"}})
+
+
+@pytest.mark.parametrize("engine", ["in_memory", "streamed"])
+@pytest.mark.parametrize("mixer", ["perceiver", "lno"])
+def test_latent_blocks_run_once_each_way(mixer, engine):
+    model = configure(model_of(mixer), EngineConfig(executor=engine, chunk_tokens=3))
+    runs, pulls = [], []
+    for block in model.steps[0].latent_blocks:
+        block.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+        block.fc1.weight.register_hook(lambda grad: pulls.append(grad))
+    outputs = model(torch.rand(2, N, 6, dtype=torch.float64))
+    forward = len(runs)
+    outputs.sum().backward()
+    assert forward == 2
+    assert len(runs) == (2 if engine == "in_memory" else 4)  # streamed, again under autograd
+    assert len(pulls) == 2
+
+
+def test_a_bias_of_all_tokens_scores_moves_no_mode():
+    model = model_of("lno")
+    step, inputs = model.steps[0], torch.rand(2, N, 6, dtype=torch.float64)
+    site, x = Site(inputs=inputs), model.embed(inputs)
+    before = reduce_stages(step, [step.tokens(x, site)], Reducer())["z"]
+    outputs = model(inputs)
+    with torch.no_grad():
+        step.scores.fc2.bias[0] += 3.0
+    assert torch.equal(reduce_stages(step, [step.tokens(x, site)], Reducer())["z"], before)
+    assert relative_error(model(inputs), outputs) > 1e-6
+
+
+def test_one_mode_is_read_alike_by_all_tokens():
+    outputs = model_of("lno", latents=1)(torch.rand(2, N, 6, dtype=torch.float64))
+    assert relative_error(outputs, outputs[:, :1].expand_as(outputs)) < 1e-12
+
+
+def test_attention_to_constant_values_is_these_values_and_the_query():
+    model = model_of("gnot")
+    step = model.steps[1]
+    with torch.no_grad():
+        step.attention.value_proj.weight.zero_()
+        step.attention.value_proj.bias.normal_()
+    inputs = torch.rand(2, N, 6, dtype=torch.float64)
+    site = Site(inputs=inputs, position=slice(0, 3))
+    tokens = step.tokens(model.embed(inputs), site)
+    state = reduce_stages(step, [tokens], Reducer())
+    v = step.attention.value_proj.bias.unflatten(0, (H, 1, D))
+    expected = step.attention.out_proj(merge_heads(tokens["q"] + v))
+    assert relative_error(step.attention.read(tokens["q"], state["sums"]), expected) < 1e-12
+
+
+def test_an_underflowing_normaliser_stays_finite():
+    attention = model_of("gnot").steps[0].attention.float()
+    q, sums = torch.zeros(1, H, 1, D), torch.zeros(1, H, D, D + 1)
+    q[..., 0], sums[:, :, 1:] = 1.0, 1.0  # all mass of the keys on other features
+    assert attention.read(q, sums).isfinite().all()

@@ -28,6 +28,7 @@ OPTIONS = {
     "isab-alone": {"mixer": "isab", "isab_ffn": False, "isab_act": "relu"},
     "abupt-few": {"mixer": "abupt", "anchors": 5},
     "full-normed": {"mixer": "full", "qk_norm": True},
+    "perceiver-original": {"mixer": "perceiver", "perceiver": "original"},
     "transolver-free": {"mixer": "transolver", "temperature_range": None},
 }
 """Options of mixers that change what is computed; every mixer is tested without any besides."""

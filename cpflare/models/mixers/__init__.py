@@ -21,8 +21,11 @@ from cpflare.models.mixers.flare import FlareMixer
 from cpflare.models.mixers.flarepp import FlarePPConfig, FlarePPMixer
 from cpflare.models.mixers.full import FullConfig, FullMixer
 from cpflare.models.mixers.galerkin import GalerkinConfig, GalerkinMixer
+from cpflare.models.mixers.gnot import GnotConfig, gnot_parts
 from cpflare.models.mixers.isab import IsabConfig, IsabMixer
+from cpflare.models.mixers.lno import LnoConfig, lno_parts
 from cpflare.models.mixers.none import NoMixer
+from cpflare.models.mixers.perceiver import PerceiverConfig, perceiver_parts
 from cpflare.models.mixers.transolver import (
     Transolver3Config,
     TransolverConfig,
@@ -66,6 +69,9 @@ MIXERS: dict[str, MixerKind] = {
     "isab": MixerKind("Set Transformer", IsabMixer.from_config, IsabConfig, naive.isab),
     "abupt": MixerKind("AB-UPT", AbuptMixer.from_config, AbuptConfig, naive.abupt),
     "full": MixerKind("full attention", FullMixer.from_config, FullConfig, naive.full),
+    "perceiver": MixerKind("Perceiver IO", None, PerceiverConfig, naive.perceiver, perceiver_parts),
+    "lno": MixerKind("LNO", None, LnoConfig, naive.lno, lno_parts),
+    "gnot": MixerKind("GNOT", None, GnotConfig, naive.gnot, gnot_parts),
     "none": MixerKind("no mixer", NoMixer.from_config, naive=naive.none),
 }
 
