@@ -140,14 +140,19 @@ def start_ranks(timeout_s: float, wanted: Device = "auto") -> tuple[int, torch.d
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=_collective_timeout(timeout_s),
+            timeout=_collective_timeout(timeout_s, device),
             device_id=device if device.type == "cuda" else None,
         )
     return world_size, device
 
 
-def _collective_timeout(timeout_s: float) -> timedelta:
-    return timedelta(seconds=0.8 * timeout_s)  # the rest is for finding out which rank is the cause
+def _collective_timeout(timeout_s: float, device: torch.device) -> timedelta:
+    """Of gloo's collectives, which raise; the rest is for finding out which rank is the cause.
+
+    NCCL's watchdog aborts the process and says nothing of who stayed away: the lifeline, which
+    gives up after three quarters, must have spoken before (`Lifeline.waiting`).
+    """
+    return timedelta(seconds=timeout_s if device.type == "cuda" else 0.8 * timeout_s)
 
 
 def build_topology(parallel: ParallelConfig, device: torch.device) -> Topology:
@@ -164,6 +169,6 @@ def build_topology(parallel: ParallelConfig, device: torch.device) -> Topology:
     cp_comm = world_comm if cp == world_size else Communicator(None)
     if 1 < cp < world_size:
         # A group made from a mesh would have the library's timeout, of up to half an hour.
-        group, _ = dist.new_subgroups(cp, timeout=_collective_timeout(parallel.timeout_s))
+        group, _ = dist.new_subgroups(cp, timeout=_collective_timeout(parallel.timeout_s, device))
         cp_comm = Communicator(group)
     return Topology(rank, world_size, cp, dp, device, world_comm, cp_comm)

@@ -109,8 +109,8 @@ class Learner:
         self.scaler.unscale_(self.optimizer)
         limit = self.config.clip or math.inf
         total_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        # The host waits here alone.
-        *values, norm = torch.cat([total, total_norm[None].to(total)]).tolist()
+        with topology.lifeline.waiting():  # the host waits here alone
+            *values, norm = torch.cat([total, total_norm[None].to(total)]).tolist()
         sums = StepSums.unpack(values)
         self.why_stop = sums.why_stop
         lr = float(self.schedule.get_last_lr()[0])

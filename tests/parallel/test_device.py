@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from cpflare.errors import ConfigError, TopologyError
+from cpflare.lifeline import lifeline
 from cpflare.ops import attention
+from cpflare.parallel import topology
 from cpflare.parallel.device import (
     choose_device,
     claim_gpu,
@@ -96,3 +98,11 @@ def test_flash_is_for_the_gpus_that_it_is_built_for(gpus, capability, flash):
     attention._has_flash.cache_clear()
     assert attention._has_flash(torch.device("cuda", 0)) == flash
     attention._has_flash.cache_clear()
+
+
+@pytest.mark.parametrize("timeout_s", [8.0, 60.0, 600.0])
+def test_the_collectives_of_a_gpu_give_up_after_the_lifeline_has_spoken(timeout_s):
+    limit = topology._collective_timeout(timeout_s, torch.device("cuda", 0)).total_seconds()
+    silent_s = 0.75 * timeout_s
+    grace_s = min(5.0, silent_s / 15)
+    assert lifeline._PATIENCE * silent_s + grace_s < 0.8 * limit
