@@ -88,6 +88,9 @@ class ParallelConfig(Section):
     cp: Annotated[Count | None, "ranks that share a case"] = None
     dp: Annotated[Count | None, "replicas, which take different cases"] = None
     timeout_s: Annotated[Positive, "seconds that ranks wait for one that is silent"] = 600.0
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], "where ranks compute; auto: a GPU each where there are any"
+    ] = "auto"
 
 
 @dataclass(frozen=True)

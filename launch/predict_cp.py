@@ -22,6 +22,7 @@ from cpflare.evaluate.predict import Inference, load_weights
 from cpflare.evaluate.sanity import Trained
 from cpflare.log import set_up_logging
 from cpflare.models import build_model
+from cpflare.parallel.device import has_precision
 from cpflare.parallel.runtime import agreed, run_guarded, same_on_all
 from cpflare.parallel.topology import build_topology, environment_ranks, start_ranks
 from cpflare.train.run_dir import WEIGHTS, RunDescription, read_run
@@ -56,6 +57,9 @@ def parser() -> Parser:
     parser.add_argument("--store", type=Path, help="the store, where it is not the training's")
     parser.add_argument("--source", type=Path, help="folder of the source meshes, if they moved")
     parser.add_argument("--memory-limit", help="of each rank, such as 6GiB: chunks follow from it")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="as parallel.device"
+    )
     parser.add_argument("--ref-area", type=float, help="reference area of --mesh in m²")
     parser.add_argument(
         "--length-scale", type=float, help="metres a unit of --mesh, such as 0.001 for millimetres"
@@ -73,8 +77,8 @@ def main(argv: Sequence[str]) -> None:
         options = _options(argv)
     rank, world_size, _ = environment_ranks()
     set_up_logging(rank, world_size)
-    parallel = ParallelConfig()
-    _, device = start_ranks(parallel.timeout_s)
+    parallel = ParallelConfig(device=options.device)
+    _, device = start_ranks(parallel.timeout_s, parallel.device)
     topology = build_topology(parallel, device)
     with agreed(topology.world_comm):
         run = read_run(options.run_dir)
@@ -85,7 +89,12 @@ def main(argv: Sequence[str]) -> None:
         if options.memory_limit is not None:
             parse_bytes(options.memory_limit)
             engine = dataclasses.replace(engine, memory_limit=options.memory_limit)
-        inference = Inference(device, run.config.train.precision, engine)
+        precision = run.config.train.precision
+        if not has_precision(precision, device):
+            if rank == 0:
+                logger.warning("notice: this GPU has no %s; predicting in fp32", precision)
+            precision = "fp32"
+        inference = Inference(device, precision, engine)
         predictor = Predictor(
             model,
             run.normalizer,

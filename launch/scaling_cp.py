@@ -19,6 +19,7 @@ from cpflare.config import ModelConfig
 from cpflare.errors import ConfigError
 from cpflare.log import set_up_logging
 from cpflare.parallel.comm import Communicator
+from cpflare.parallel.device import uses_gpu
 from cpflare.parallel.runtime import run_guarded, same_on_all
 from cpflare.parallel.topology import build_topology, environment_ranks, start_ranks
 from cpflare.scaling.measure import record
@@ -85,15 +86,16 @@ def main(argv: Sequence[str]) -> None:
             rate_mbit=options.rate_mbit,
         )
         config = point.config()
-        steps = options.steps or (30 if torch.cuda.is_available() else 5)
+        on_gpu = uses_gpu(config.parallel.device)
+        steps = options.steps or (30 if on_gpu else 5)
         least_one = {"threads": options.threads, "steps": steps, "timeout-s": options.timeout_s}
         for name, value in least_one.items():
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} {value} must be at least 1")
     set_up_logging(rank, world_size)
-    if options.threads or not torch.cuda.is_available():
+    if options.threads or not on_gpu:
         torch.set_num_threads(options.threads or 1)
-    _, device = start_ranks(options.timeout_s or config.parallel.timeout_s)
+    _, device = start_ranks(options.timeout_s or config.parallel.timeout_s, config.parallel.device)
     topology = record(build_topology(config.parallel, device), options.delay_ms / 1e3)
     # The first messages also connect the ranks, whose memory counts as an idle process's.
     pids = Communicator(topology.world_comm.group).gather_texts(str(os.getpid()))

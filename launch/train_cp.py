@@ -16,6 +16,7 @@ from cpflare.arguments import Parser, describe_keys
 from cpflare.config import load_config
 from cpflare.lifeline.lifeline import own_lifeline
 from cpflare.log import set_up_logging
+from cpflare.parallel.device import uses_gpu
 from cpflare.parallel.runtime import STOPPED, USER_ERROR, agreed, run_guarded, same_on_all
 from cpflare.parallel.stop import own_stop_request
 from cpflare.parallel.topology import build_topology, environment_ranks, resolve_axes, start_ranks
@@ -81,14 +82,15 @@ def main(argv: Sequence[str]) -> None:
         config = load_config(name or EMBEDDED, overrides)
         rank, world_size, _ = environment_ranks()
         resolve_axes(config.parallel, world_size)
+        on_gpu = uses_gpu(config.parallel.device)
     set_up_logging(rank, world_size)
-    if torch.get_num_threads() > 1 and world_size > 1 and not torch.cuda.is_available():
+    if torch.get_num_threads() > 1 and world_size > 1 and not on_gpu:
         # Ranks of one machine share its cores; torchrun sets one thread a rank by itself.
         torch.set_num_threads(1)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with own_stop_request().on_signals():
-        _, device = start_ranks(config.parallel.timeout_s)
+        _, device = start_ranks(config.parallel.timeout_s, config.parallel.device)
         topology = build_topology(config.parallel, device)
         if name is None:
             with agreed(topology.world_comm):

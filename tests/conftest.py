@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Generator
 
@@ -12,6 +13,10 @@ from support import harness
 from support.alone import Turns
 
 torch.set_num_threads(1)
+if torch.cuda.is_available():
+    # Tests of ranks are of the CPU's: two on one GPU are refused. Processes see none from here on.
+    torch.cuda.init()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 _TURNS = pytest.StashKey[Turns]()
 

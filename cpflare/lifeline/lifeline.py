@@ -16,8 +16,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -31,6 +31,9 @@ _CONNECT_S = 5.0
 _CLOSE_S = 20.0
 """How long a failing process may still write a checkpoint that is under way; torchrun kills after
 30 s."""
+_PATIENCE = 0.9
+"""The share of a silence that is given up after which a rank that waits in a GPU says so: before
+the collectives' own timeout, which ends the process."""
 _LAST_WORD_S = 1.5
 """The same where its launcher is gone: there nothing may last."""
 
@@ -57,6 +60,7 @@ class Lifeline:
         self._wire: Wire | None = None
         self._hub: Hub | None = None
         self._left = threading.Event()
+        self._waits_since: float | None = None
         self._first: dict[str, Any] = {}  # rank 0's process
 
     # ---- joining and leaving ----------------------------------------------------------------
@@ -141,6 +145,20 @@ class Lifeline:
         print_error(message)
         self._end(status)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, this process waits for what only comes if every rank takes part.
+
+        A thread in a synchronisation of a GPU raises nothing when a rank stays away; the process
+        is aborted after the collective's own timeout, and would be blamed for its end. The line's
+        thread speaks for it before, as `fail(…, late=True)`.
+        """
+        self._waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits_since = None
+
     def abandon(self, why: str) -> NoReturn:
         """End this process within seconds, whatever its main thread waits for; the others learn
         why."""
@@ -166,12 +184,19 @@ class Lifeline:
         for message in early:
             self._hear(message)
         heard = beaten = woke = time.monotonic()
+        complained = False
         while True:
             ready, _, _ = select.select([wire], [], [], interval / 2)
             now = time.monotonic()
             if now - woke > silent_s / 2:  # this process itself was stopped
                 heard = now
+                self._waits_since = now if self._waits_since is not None else None
             woke = now
+            since = self._waits_since
+            if since is not None and now - since > _PATIENCE * silent_s and not complained:
+                complained = True
+                said = f"{self.place or 'starting'}: no answer for {now - since:.0f} s"
+                wire.send(place=self.place, fault=said, status=FAILED, late=True)
             if now - beaten >= interval:
                 beaten = now
                 wire.send(beat=True, place=self.place)

@@ -8,6 +8,7 @@ global gradient for the tokens at hand.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -38,10 +39,16 @@ def select_backend(q: Tensor, k: Tensor, v: Tensor) -> Backend:
         return "cpu_flash"
     if q.device.type == "cuda" and torch.version.hip is None:
         if q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
-            return "cuda_flash"
+            return "cuda_flash" if _has_flash(q.device) else "cuda_efficient"
         if q.dtype == torch.float32:
             return "cuda_efficient"
     return "plain"
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """The flash kernels are built for compute capability 8.0 and later."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 _CPU_FLASH = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

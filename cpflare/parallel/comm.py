@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cpflare.lifeline.lifeline import own_lifeline
+
 # torch 2.13 renamed it and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -162,7 +164,7 @@ class Communicator:
         if parts is None:
             return None
         whole = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-        return whole.to(tensor.device)
+        return to_host(whole) if tensor.device.type == "cpu" else whole
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Give every rank the first rank's tensor, in place. Communication: one broadcast."""
@@ -184,10 +186,10 @@ class Communicator:
         device = self.device
         data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(device)
         lengths = self.all_gather(torch.tensor(len(text.encode()), device=device))
-        buffer = torch.zeros(max(int(lengths.max()), 1), dtype=torch.uint8, device=device)
+        counts = to_host(lengths).tolist()
+        buffer = torch.zeros(max(*counts, 1), dtype=torch.uint8, device=device)
         buffer[: data.numel()] = data
-        rows = self.all_gather(buffer).cpu()
-        counts = lengths.tolist()
+        rows = to_host(self.all_gather(buffer))
         return [
             bytes(row[:count].tolist()).decode() for row, count in zip(rows, counts, strict=True)
         ]
@@ -220,6 +222,12 @@ class Communicator:
             begin = time.perf_counter()
             yield
             self.traffic.seconds += time.perf_counter() - begin
+
+
+def to_host(reduced: Tensor) -> Tensor:
+    """What a collective gave, on the CPU; a wait that tells of itself where a rank stays away."""
+    with own_lifeline().waiting():
+        return reduced.cpu()
 
 
 def as_communicator(group: dist.ProcessGroup | Communicator | None) -> Communicator:

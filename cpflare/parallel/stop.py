@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from cpflare.parallel.comm import Communicator
+from cpflare.parallel.comm import Communicator, to_host
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -45,7 +45,9 @@ class StopRequest:
 
         Communication: one all-reduce of two values.
         """
-        return stop_reason(comm.all_reduce(torch.tensor(self.votes, device=device)).tolist())
+        return stop_reason(
+            to_host(comm.all_reduce(torch.tensor(self.votes, device=device))).tolist()
+        )
 
 
 def stop_reason(votes: Sequence[float]) -> str | None:

@@ -13,6 +13,7 @@ from cpflare.config import ParallelConfig
 from cpflare.errors import TopologyError
 from cpflare.lifeline.lifeline import Lifeline, own_lifeline
 from cpflare.parallel.comm import Communicator
+from cpflare.parallel.device import Device, choose_device, claim_gpu
 from cpflare.parallel.rendezvous import await_all, open_store
 from cpflare.parallel.stop import StopRequest, own_stop_request
 
@@ -100,15 +101,16 @@ def resolve_axes(parallel: ParallelConfig, world_size: int) -> tuple[int, int]:
     return cp, dp
 
 
-def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
+def start_ranks(timeout_s: float, wanted: Device = "auto") -> tuple[int, torch.device]:
     """Join the process group of the environment's ranks; returns (world size, this rank's device).
 
-    A single rank needs no process group. NCCL serves GPUs, gloo CPUs. The lifeline is connected
-    first, so that a rank that fails from here on ends all of them within `timeout_s`.
+    `wanted` is `parallel.device`. A single rank needs no process group. NCCL serves GPUs, gloo
+    CPUs. The lifeline is connected first, so that a rank that fails from here on ends all of them
+    within `timeout_s`.
 
     Raises:
         TopologyError: srun started several processes without a launcher that connects them; the
-            ranks do not meet at MASTER_ADDR and MASTER_PORT.
+            ranks do not meet at MASTER_ADDR and MASTER_PORT; there is no GPU, or none for each.
     """
     rank, world_size, local_rank = environment_ranks()
     alone = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
@@ -117,10 +119,7 @@ def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
             f"srun started {alone} processes that know nothing of each other; start one torchrun a "
             "node, as slurm/train_cp.sbatch does"
         )
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = choose_device(wanted, local_rank)
     if world_size > 1 and not dist.is_initialized():
         store = open_store(rank, world_size, timeout_s)
         # Ranks that torchrun starts again meet at the store of those before, and must not read what
@@ -135,19 +134,25 @@ def start_ranks(timeout_s: float) -> tuple[int, torch.device]:
             one_host=os.environ.get("LOCAL_WORLD_SIZE") == str(world_size),
         )
         await_all(store, rank, world_size, 0.8 * timeout_s)
+        claim_gpu(store, rank, device)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=_collective_timeout(timeout_s),
+            timeout=_collective_timeout(timeout_s, device),
             device_id=device if device.type == "cuda" else None,
         )
     return world_size, device
 
 
-def _collective_timeout(timeout_s: float) -> timedelta:
-    return timedelta(seconds=0.8 * timeout_s)  # the rest is for finding out which rank is the cause
+def _collective_timeout(timeout_s: float, device: torch.device) -> timedelta:
+    """Of gloo's collectives, which raise; the rest is for finding out which rank is the cause.
+
+    NCCL's watchdog aborts the process and says nothing of who stayed away: the lifeline, which
+    gives up after three quarters, must have spoken before (`Lifeline.waiting`).
+    """
+    return timedelta(seconds=timeout_s if device.type == "cuda" else 0.8 * timeout_s)
 
 
 def build_topology(parallel: ParallelConfig, device: torch.device) -> Topology:
@@ -164,6 +169,6 @@ def build_topology(parallel: ParallelConfig, device: torch.device) -> Topology:
     cp_comm = world_comm if cp == world_size else Communicator(None)
     if 1 < cp < world_size:
         # A group made from a mesh would have the library's timeout, of up to half an hour.
-        group, _ = dist.new_subgroups(cp, timeout=_collective_timeout(parallel.timeout_s))
+        group, _ = dist.new_subgroups(cp, timeout=_collective_timeout(parallel.timeout_s, device))
         cp_comm = Communicator(group)
     return Topology(rank, world_size, cp, dp, device, world_comm, cp_comm)

@@ -19,6 +19,7 @@ from cpflare.data.loader import Sample, Step
 from cpflare.engine import configure, parallelize
 from cpflare.errors import NonFiniteError
 from cpflare.models import build_model
+from cpflare.parallel.device import require_precision
 from cpflare.parallel.grad_sync import sum_gradients
 from cpflare.parallel.stop import STOP_SIGNALS, stop_reason
 from cpflare.parallel.topology import Topology
@@ -74,6 +75,7 @@ class Learner:
         self, config: Config, topology: Topology, *, cases_per_step: int, total_steps: int
     ) -> None:
         train = config.train
+        require_precision(train.precision, topology.device)
         self.config, self.topology, self.cases_per_step = train, topology, cases_per_step
         model = parallelize(build_model(config).to(topology.device), topology.cp_comm)
         self.model = configure(model, config.engine)
@@ -107,8 +109,8 @@ class Learner:
         self.scaler.unscale_(self.optimizer)
         limit = self.config.clip or math.inf
         total_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        # The host waits here alone.
-        *values, norm = torch.cat([total, total_norm[None].to(total)]).tolist()
+        with topology.lifeline.waiting():  # the host waits here alone
+            *values, norm = torch.cat([total, total_norm[None].to(total)]).tolist()
         sums = StepSums.unpack(values)
         self.why_stop = sums.why_stop
         lr = float(self.schedule.get_last_lr()[0])

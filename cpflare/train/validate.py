@@ -15,6 +15,7 @@ from cpflare.data.sampler import Sampler, Window
 from cpflare.evaluate.metrics import FieldSums, mean_over_cases
 from cpflare.evaluate.predict import Inference, predict_shard
 from cpflare.models import Backbone
+from cpflare.parallel.comm import to_host
 from cpflare.parallel.topology import Topology
 
 
@@ -101,7 +102,7 @@ class Validation:
             sums = FieldSums(fields)
             sums.add(predictions, truth, truth["area"])
             table[index] = torch.from_numpy(sums.to_vector())
-        table = topology.world_comm.all_reduce(table.to(topology.device)).cpu()
+        table = to_host(topology.world_comm.all_reduce(table.to(topology.device)))
         cases = {
             window.case: FieldSums.from_vector(fields, np.asarray(row)).metrics(window.case)
             for window, row in zip(windows, table, strict=True)

@@ -29,12 +29,14 @@ class Blackboard:
             return self.values[key]
 
 
-def connected(world_size, *, one_host=True):
+def connected(world_size, *, one_host=True, timeout_s=20.0):
     """Lifelines of some ranks, and the address of the first."""
     board, lines = Blackboard(), [Lifeline() for _ in range(world_size)]
     with ThreadPoolExecutor(world_size) as pool:
         for rank, line in enumerate(lines):
-            pool.submit(line.connect, board, rank, world_size, timeout_s=20.0, one_host=one_host)
+            pool.submit(
+                line.connect, board, rank, world_size, timeout_s=timeout_s, one_host=one_host
+            )
     assert all(line.connected for line in lines)
     (address,) = board.values.values()
     return lines, json.loads(address)
@@ -73,3 +75,44 @@ def test_ranks_of_several_hosts_find_the_first_under_one_of_its_addresses():
     lines, address = connected(3, one_host=False)
     assert address["hosts"]
     leave(lines)
+
+
+def test_a_rank_that_waits_for_a_gpu_speaks_before_it_is_aborted(capsys):
+    """Nothing is raised in such a wait; the rank that stays away is the cause."""
+    ended = threading.Event()
+    lines, _ = connected(3, timeout_s=2.0)
+
+    def end(line):
+        ended.set()
+        line._wire.close()
+        time.sleep(3600)  # its thread outlives this test
+
+    for line in lines:
+        line._end = lambda status, line=line: end(line)
+    for line, place in zip(lines, ("step 7", "step 7", "step 7, reading"), strict=True):
+        line.place = place
+
+    def synchronise(line):
+        with line.waiting():
+            time.sleep(3600)
+
+    since = time.monotonic()
+    for line in lines[:2]:
+        threading.Thread(target=synchronise, args=(line,), daemon=True).start()
+    assert ended.wait(2.0)  # NCCL's own limit
+    assert time.monotonic() - since > 0.6 * 2.0
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.startswith("error: [rank 2] step 7, reading: took no part in what the others")
+    assert "no answer for" in message
+
+
+def test_waits_that_end_in_time_are_not_told():
+    ended = []
+    lines, _ = connected(2, timeout_s=2.0)
+    for line in lines:
+        line._end = ended.append
+    for _ in range(4):
+        with lines[0].waiting():
+            time.sleep(0.5)
+    leave(lines)
+    assert ended == []
