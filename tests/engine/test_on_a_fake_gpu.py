@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cpflare.config import config_from_dict
+from cpflare.plan.counting import count_costs
 from support.fake_cuda import NoFakeCuda, build, on_fake_gpu
 from support.fake_cuda_steps import count_step, predict, resume_step, train
 from support.stores import SMALL, train_rank, write_store
@@ -100,6 +102,14 @@ def test_a_step_keeps_its_budget(mixer, precision):
     assert counts["launches"] <= min(LAUNCHES[mixer, precision])
     assert counts["collectives"] == {"flare": 17, "flarepp": 33}[mixer]
     assert counts["syncs"] == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_plan_counts_what_the_device_is_asked_for(precision):
+    chosen = settings(precision=precision)
+    counted = count_costs(config_from_dict(chosen), on_gpu=True).at(300, 300).kernels
+    launches = on_fake_gpu(count_step, chosen, 300)["launches"]
+    assert counted == pytest.approx(launches, rel=0.3)
 
 
 @pytest.mark.parametrize("offload", ["host", "bf16"])
