@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from benchmarks.device import DTYPES, MeasuredDevice
 from benchmarks.plain_pytorch import PlainFlarePP
-from benchmarks.results import origin, write_result
+from benchmarks.results import origin, save_result, write_result
 from cpflare.config import EngineConfig, config_from_dict
 from cpflare.engine import configure
 from cpflare.models import build_model
@@ -189,11 +189,18 @@ def measure_network(
         return {"out_of_memory": True}
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All points of the table."""
+def measure(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """All points of the table; `save` gets what there is of it after each one."""
     device = torch.device(options.device)
     measured = MeasuredDevice(device, options.runs)
-    points = []
+    points: list[dict[str, Any]] = []
+    record = {
+        "bandwidth": measured.bandwidth,
+        "rates": measured.rates,
+        "points": points,
+        "channels": options.channels,
+        "blocks": options.blocks,
+    }
     for precision in options.precisions:
         for latents in options.latents:
             for tokens in options.tokens:
@@ -204,6 +211,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 )
                 inputs = torch.rand(1, tokens, FEATURES, device=device)
                 steps: dict[str, Any] = {}
+                points.append({**shape, "attention": attention, "steps": steps})
+                save(record)
                 reference = None
                 for name, model in networks(
                     precision, latents, options.channels, options.blocks, device
@@ -217,16 +226,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                         assert error < SAME[precision], (shape, name, error)
                     steps[name] = result
                     print(f"  {name}: {result}", flush=True)
+                    save(record)
                     del model
                     torch.compiler.reset()
-                points.append({**shape, "attention": attention, "steps": steps})
-    return {
-        "bandwidth": measured.bandwidth,
-        "rates": measured.rates,
-        "points": points,
-        "channels": options.channels,
-        "blocks": options.blocks,
-    }
+    return record
 
 
 def describe(record: dict[str, Any]) -> str:
@@ -279,8 +282,8 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--precisions", nargs="+", choices=list(DTYPES), default=list(DTYPES))
-    parser.add_argument("--latents", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[100_000, 500_000, 1_000_000])
+    parser.add_argument("--latents", type=int, nargs="+", default=[64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--channels", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--runs", type=int, default=9)
@@ -289,8 +292,11 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device is here; --device cpu tries the script")
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    record = {**measure(options), "device": name, **origin()}
-    write_result(options.out, name.lower().replace(" ", "_"), record, describe)
+    about, file = {"device": name, **origin()}, name.lower().replace(" ", "_")
+    record = measure(
+        options, lambda record: save_result(options.out, file, {**record, **about}, describe)
+    )
+    write_result(options.out, file, {**record, **about}, describe)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,16 @@ def write_result(
     folder: Path, name: str, record: dict[str, Any], describe: Callable[[dict[str, Any]], str]
 ) -> None:
     """Write FOLDER/NAME.json and NAME.md, and print the latter."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
-    (folder / f"{name}.md").write_text(describe(record))
+    save_result(folder, name, record, describe)
     print(describe(record))
+
+
+def save_result(
+    folder: Path, name: str, record: dict[str, Any], describe: Callable[[dict[str, Any]], str]
+) -> None:
+    """The same without a word: after each point of a long measurement, which may be cut off."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix, text in (("json", json.dumps(record, indent=2) + "\n"), ("md", describe(record))):
+        aside = folder / f"{name}.{suffix}.part"
+        aside.write_text(text)
+        aside.rename(folder / f"{name}.{suffix}")

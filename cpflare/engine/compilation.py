@@ -29,14 +29,19 @@ def compile_local(model: Backbone) -> Backbone:
     token or none, for which the compiler would make programs of their own, run eagerly.
 
     Raises:
-        ConfigError: the model is on a CPU, and the C++ compiler is missing that this takes.
+        ConfigError: the compiler is missing that this takes: of C++ on a CPU, of C on a GPU.
     """
-    compiler = os.environ.get("CXX", "g++")
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    if on_cpu and shutil.which(compiler) is None:
+    if next(model.parameters()).device.type == "cpu":
+        kind, variable = "C++", "CXX"
+        known: tuple[str, ...] = ("g++",)
+    else:  # Triton's programs are started by a piece of C, which it compiles
+        kind, variable, known = "C", "CC", ("cc", "gcc", "clang")
+    wanted = (os.environ[variable],) if os.environ.get(variable) else known
+    if not any(shutil.which(compiler) for compiler in wanted):
         raise ConfigError(
-            f"engine.compile=true needs the C++ compiler {compiler}, which is not on PATH; install "
-            "it, name another one in the variable CXX, or set engine.compile=false"
+            f"engine.compile=true needs the {kind} compiler {' or '.join(wanted)}, which is not on "
+            f"PATH; install it, name another one in the variable {variable}, or set "
+            "engine.compile=false"
         )
     model.__class__ = CompiledBackbone
     for step in model.steps:

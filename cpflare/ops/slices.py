@@ -8,6 +8,8 @@ the cache (CPU; `studies/notes.md`, slices).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +33,18 @@ MAX_ELEMENTS = 2**31 - 1
 
 MAX_GRID = 65_535
 """Largest grid dimension, which the CUDA kernels use for the batch and for the heads."""
+
+
+@contextmanager
+def uncut() -> Iterator[None]:
+    """Inside, a CPU's tokens are not cut, so that what is counted there is what a GPU does."""
+    global CPU_SLICE, CPU_BLOCK
+    before = CPU_SLICE, CPU_BLOCK
+    CPU_SLICE = CPU_BLOCK = MAX_ELEMENTS
+    try:
+        yield
+    finally:
+        CPU_SLICE, CPU_BLOCK = before
 
 
 @dataclass(frozen=True)

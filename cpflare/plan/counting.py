@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -22,6 +23,8 @@ from torch.utils.flop_counter import flop_registry
 from cpflare.config import Config
 from cpflare.engine import configure
 from cpflare.models import build_model
+from cpflare.models.layers import LayerNorm, RMSNorm
+from cpflare.ops.slices import uncut
 from cpflare.precision import autocast, weight_dtype
 from cpflare.scaling.messages import cache_key, what_counts
 from cpflare.train.loss import case_loss
@@ -159,25 +162,28 @@ class Counter(TorchDispatchMode):
         self.live -= self.sizes.pop(key, 0)
 
 
-_known: dict[str, Costs] = {}
+_known: dict[tuple[str, bool], Costs] = {}
 
 
-def count_costs(config: Config) -> Costs:
+def count_costs(config: Config, *, on_gpu: bool = False) -> Costs:
     """The costs of a configuration's model, executor and precision, whatever tokens and ranks.
+
+    `on_gpu` counts what a GPU does: attention uncut, and a norm as one kernel.
 
     Raises:
         ConfigError: keys of `engine` that do not go together.
     """
-    key = cache_key(config)
+    key = cache_key(config), on_gpu
     if key not in _known:
-        _known[key] = _count(what_counts(config))
+        with uncut() if on_gpu else nullcontext():
+            _known[key] = _count(what_counts(config), on_gpu)
     return _known[key]
 
 
-def _count(config: Config) -> Costs:
-    # Below the CPU kernels' slice of tokens, so that a chunk is one slice, as on a GPU.
+def _count(config: Config, on_gpu: bool) -> Costs:
+    # Below the CPU kernels' slice of tokens, so that a chunk is one slice.
     probes = [(n * _PROBE, c * _PROBE) for n, c in ((1, 1), (2, 1), (2, 2), (4, 2))]
-    counts = np.array([_values(probe_counts(config, n, c)) for n, c in probes])
+    counts = np.array([_values(probe_counts(config, n, c, on_gpu=on_gpu)) for n, c in probes])
     variables = np.array([(1, n, -(-n // c), c) for n, c in probes], dtype=float)
     fixed, per_token, per_chunk, chunk_token = (
         Counts(*(float(value) for value in row)) for row in np.linalg.solve(variables, counts)
@@ -193,9 +199,11 @@ def _count(config: Config) -> Costs:
     )
 
 
-def probe_counts(config: Config, tokens: int, chunk: int) -> Counts:
+def probe_counts(config: Config, tokens: int, chunk: int, *, on_gpu: bool = False) -> Counts:
     """Run one forward and backward of `tokens` random tokens in chunks of `chunk`, and count."""
     model = configure(build_model(config), config.engine)
+    if on_gpu:
+        _fuse_norms(model)
     model.chunk_tokens = chunk
     dtype = weight_dtype(config.train.precision)
     inputs = torch.randn(tokens, config.input_channels, dtype=dtype)
@@ -218,6 +226,15 @@ def probe_counts(config: Config, tokens: int, chunk: int) -> Counts:
         max(counter.peak - gradients, 0)
         + (inputs.numel() + targets.numel()) * inputs.element_size(),
     )
+
+
+def _fuse_norms(model: nn.Module) -> None:
+    """Let an RMSNorm, which a CPU makes of a dozen operations, run as one that is a kernel on both:
+    a LayerNorm reads and writes the same."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.__class__ = LayerNorm  # type: ignore[assignment]
+            module.register_parameter("bias", None)
 
 
 def _values(counts: Counts) -> list[float]:

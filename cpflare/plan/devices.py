@@ -34,7 +34,7 @@ class Device:
     long-thin products reach are typical ones, and what a calibration replaces.
 
     `flops` by precision. `launch_s` is the host's time for one operation. `link` joins the
-    `per_node` devices of a node.
+    `per_node` devices of a node. `source` says where memory, its bandwidth and the peaks are from.
     """
 
     name: str
@@ -48,6 +48,13 @@ class Device:
     attention_share: float = 0.15
     bytes_share: float = 0.75
     shared_memory: bool = False
+    source: str = ""
+
+
+def _peaks(*, fp64: float, fp32: float, half: float) -> dict[str, float]:
+    """Peaks by precision, from TFLOP/s."""
+    by_precision = {"fp64": fp64, "fp32": fp32, "bf16": half, "fp16": half}
+    return {name: peak * TERA for name, peak in by_precision.items()}
 
 
 NVLINK4 = Link("nvlink", 12e-6, 2e-6, 350 * GB)
@@ -60,43 +67,67 @@ LINKS = {
 """NVLink within a node; one 400 Gbit/s InfiniBand or 100 Gbit/s Ethernet port a rank between nodes;
 gloo over the loopback interface."""
 
+NO_NVLINK = Link("pcie", 20e-6, 5e-6, 20 * GB)
+
 DEVICES = {
     "a100": Device(
         "a100",
         80 * GB,
-        {"fp64": 19.5 * TERA, "fp32": 19.5 * TERA, "bf16": 312 * TERA, "fp16": 312 * TERA},
+        _peaks(fp64=19.5, fp32=19.5, half=312),
         2.04 * TB,
         Link("nvlink", 14e-6, 2.5e-6, 230 * GB),
+        source="NVIDIA A100 Tensor Core GPU datasheet, 80 GB SXM",
     ),
     "h100": Device(
         "h100",
         80 * GB,
-        {"fp64": 67 * TERA, "fp32": 67 * TERA, "bf16": 989 * TERA, "fp16": 989 * TERA},
+        _peaks(fp64=67, fp32=67, half=989),
         3.35 * TB,
         NVLINK4,
+        source="NVIDIA H100 Tensor Core GPU datasheet, SXM; dense figures",
     ),
     "h200": Device(
         "h200",
         141 * GB,
-        {"fp64": 67 * TERA, "fp32": 67 * TERA, "bf16": 989 * TERA, "fp16": 989 * TERA},
+        _peaks(fp64=67, fp32=67, half=989),
         4.8 * TB,
         NVLINK4,
+        source="NVIDIA H200 Tensor Core GPU datasheet, SXM; dense figures",
     ),
     "b200": Device(
         "b200",
         180 * GB,
-        {"fp64": 37 * TERA, "fp32": 75 * TERA, "bf16": 2250 * TERA, "fp16": 2250 * TERA},
+        _peaks(fp64=37, fp32=75, half=2250),
         7.7 * TB,
         Link("nvlink", 12e-6, 2e-6, 700 * GB),
+        source="NVIDIA DGX B200 datasheet, an eighth of it; dense figures",
+    ),
+    "l40s": Device(
+        "l40s",
+        48 * GB,
+        _peaks(fp64=1.43, fp32=91.6, half=362),
+        0.864 * TB,
+        NO_NVLINK,
+        source="NVIDIA L40S datasheet; dense figures; fp64 a 64th of fp32",
+    ),
+    "rtx4090": Device(
+        "rtx4090",
+        24 * GB,
+        _peaks(fp64=1.29, fp32=82.6, half=165),
+        1.008 * TB,
+        NO_NVLINK,
+        per_node=4,
+        source="NVIDIA Ada GPU Architecture whitepaper; dense figures, fp32 accumulation",
     ),
     "mi300x": Device(
         "mi300x",
         192 * GB,
-        {"fp64": 163 * TERA, "fp32": 163 * TERA, "bf16": 1307 * TERA, "fp16": 1307 * TERA},
+        _peaks(fp64=163, fp32=163, half=1307),
         5.3 * TB,
         Link("infinity fabric", 15e-6, 3e-6, 310 * GB),
         matmul_share=0.45,
         attention_share=0.1,
+        source="AMD Instinct MI300X data sheet; matrix figures, dense",
     ),
 }
 

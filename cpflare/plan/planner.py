@@ -95,13 +95,15 @@ class Planner:
     rates: Rates
     costs: Costs
 
-    def predict(self, cells: int, ranks: int, chunk: int | None = None) -> Prediction:
-        """A step of a case of `cells` cells over `ranks` ranks."""
+    def predict(
+        self, cells: int, ranks: int, chunk: int | None = None, *, replicas: int = 1
+    ) -> Prediction:
+        """A step of a case of `cells` cells over `ranks` ranks, on each of some replicas."""
         tokens = -(-cells // ranks)
         chunk = min(chunk or self._chunk(tokens), tokens)
         counts, rates = self.costs.at(tokens, chunk), self.rates
         neighbours = min(ranks, self.device.per_node) - 1 if self.device.shared_memory else 0
-        latency, transfer = self._communication(ranks)
+        latency, transfer = self._communication(ranks, replicas)
         working = self.costs.working_bytes(tokens, chunk)
         # Weights, gradients and the two moments of AdamW; the update reads and writes them.
         weights = 4 * self.costs.parameter_bytes
@@ -131,13 +133,15 @@ class Planner:
     def _chunk(self, tokens: int) -> int:
         return default_chunk(self.config, tokens, on_cpu=self.device.shared_memory)
 
-    def _communication(self, ranks: int) -> tuple[float, float]:
-        """Seconds of (latency, transfer) of a step's collectives."""
+    def _communication(self, ranks: int, replicas: int) -> tuple[float, float]:
+        """Seconds of (latency, transfer) of a step's collectives; all ranks sum gradients."""
         latency = transfer = 0.0
-        sent = messages_of(self.config, ranks)
-        for message in (*sent.stages, *sent.gradients):
+        every = ranks * replicas
+        sent = [(message, ranks) for message in messages_of(self.config, ranks).stages]
+        sent += [(message, every) for message in messages_of(self.config, every).gradients]
+        for message, size in sent:
             waits, moves = collective_s(
-                message, ranks, self.device.link, self.network, self.device.per_node
+                message, size, self.device.link, self.network, self.device.per_node
             )
             latency += waits
             transfer += moves
@@ -177,7 +181,11 @@ def make_planner(
     """A planner of a configuration; `rates` of a calibration replace the device's own."""
     precision = config.train.precision
     return Planner(
-        config, device, network, rates or table_rates(device, precision), count_costs(config)
+        config,
+        device,
+        network,
+        rates or table_rates(device, precision),
+        count_costs(config, on_gpu=not device.shared_memory),
     )
 
 
@@ -250,11 +258,12 @@ def stops_paying(scaling: list[Prediction]) -> tuple[Prediction, str] | None:
     """The last number of ranks that pays, and what doubling it is lost to; None if all pay."""
     for now, doubled in itertools.pairwise(scaling):
         if now.step_s / doubled.step_s < _PAYS:
-            return now, _largest_loss(doubled)
+            return now, largest_loss(doubled)
     return None
 
 
-def _largest_loss(prediction: Prediction) -> str:
+def largest_loss(prediction: Prediction) -> str:
+    """What most of a step goes to that does not become less with more ranks."""
     losses: Mapping[str, float] = {
         "the latency of the collectives": prediction.latency_s,
         "the bytes of gradients and latents": prediction.transfer_s,

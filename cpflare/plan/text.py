@@ -6,6 +6,7 @@ from typing import Any
 
 from cpflare.plan.calibrate import Check
 from cpflare.plan.planner import Planner, Prediction, stops_paying
+from cpflare.plan.split import split_text, splits
 
 
 def plan_values(planner: Planner, cells: int, ranks: int) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def plan_values(planner: Planner, cells: int, ranks: int) -> dict[str, Any]:
             {**p.to_dict(), "efficiency": _efficiency(scaling[0], p), "fits": planner.fits(p)}
             for p in scaling
         ],
+        "splits": [split.to_dict() for split in splits(planner, cells, ranks)],
         "pays_up_to": stop[0].ranks if stop else None,
         "because_of": stop[1] if stop else None,
     }
@@ -60,6 +62,8 @@ def plan_text(planner: Planner, cells: int, ranks: int, source: str) -> str:
         f"{_size(prediction.parameter_bytes)}, other {_size(prediction.other_bytes)}; {verdict} "
         f"({_size(device.memory_bytes / share)} a rank)",
         _fitting(planner, cells, ranks),
+        split_text(splits(planner, cells, ranks), ranks, device.name),
+        *_launching(planner, prediction),
         "",
         f"{'ranks':>6} {'step':>10} {'efficiency':>10} {'communication':>13} {'memory':>10}",
     ]
@@ -104,6 +108,23 @@ def _fitting(planner: Planner, cells: int, ranks: int) -> str:
         mend = f"; try {other}" if other else "; use more ranks"
         return f"{text}; no chunk fits on {ranks}{mend}"
     return f"{text}; the largest chunk that fits on {ranks} is {chunk:,} cells"
+
+
+def _launching(planner: Planner, prediction: Prediction) -> list[str]:
+    """What to do where the host launches more slowly than a GPU works."""
+    if not (prediction.launch_overlaps and prediction.seen_launch_s > 0):
+        return []
+    launches = prediction.launch_s / planner.rates.kernel_s
+    mends = ["more cells a rank"]
+    if prediction.ranks > 1:
+        mends.append("parallel.dp in place of parallel.cp")
+    if not planner.config.engine.compile:
+        mends.append("engine.compile=true")
+    return [
+        f"bound by launching: the host takes {_time(prediction.launch_s)} for {launches:,.0f} "
+        f"operations, in which the GPU works for {_time(prediction.compute_s)}; what helps: "
+        + ", ".join(mends)
+    ]
 
 
 def _efficiency(single: Prediction, prediction: Prediction) -> float:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from cpflare.config import config_from_dict
+from cpflare.errors import ConfigError
+from cpflare.plan.counting import count_costs
 from support.fake_cuda import NoFakeCuda, build, on_fake_gpu
-from support.fake_cuda_steps import count_step, predict, resume_step, train
+from support.fake_cuda_steps import count_step, make_learner, predict, resume_step, train
 from support.stores import SMALL, train_rank, write_store
 
 try:
@@ -100,6 +106,29 @@ def test_a_step_keeps_its_budget(mixer, precision):
     assert counts["launches"] <= min(LAUNCHES[mixer, precision])
     assert counts["collectives"] == {"flare": 17, "flarepp": 33}[mixer]
     assert counts["syncs"] == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_plan_counts_what_the_device_is_asked_for(precision):
+    chosen = settings(precision=precision)
+    counted = count_costs(config_from_dict(chosen), on_gpu=True).at(300, 300).kernels
+    launches = on_fake_gpu(count_step, chosen, 300)["launches"]
+    assert counted == pytest.approx(launches, rel=0.3)
+
+
+def compile_without_compilers(gpu, variable):
+    with patch.dict(os.environ, {"PATH": "/nowhere", "CC": variable}):
+        try:
+            make_learner(settings(compile=True))
+        except ConfigError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(("variable", "named"), [("", "cc or gcc or clang"), ("mycc", "mycc")])
+def test_compiling_for_a_gpu_takes_a_c_compiler_and_says_so(variable, named):
+    message = on_fake_gpu(compile_without_compilers, variable)
+    assert f"needs the C compiler {named}, which is not on PATH" in message
+    assert "variable CC" in message
 
 
 @pytest.mark.parametrize("offload", ["host", "bf16"])
