@@ -227,6 +227,14 @@ def plan_training(context: typer.Context) -> None:
     _pass_to(plan, context.args)
 
 
+@app.command("mixers", **_PASS_ON)
+def list_mixers(context: typer.Context) -> None:
+    """List the mixers and what each costs: cpflare mixers --config drivaerml_flarepp --ranks 4"""
+    from cpflare.cli import mixers
+
+    _pass_to(mixers, context.args)
+
+
 def _pass_to(module: Any, arguments: Sequence[str]) -> None:
     """Run a tool that has a command line of its own, and answer --help with it."""
     if "--help" in arguments or "-h" in arguments:

@@ -43,7 +43,8 @@ class StreamedExecutor:
             inputs.shape[1], half=self.half, host=self.host, in_place=not with_grad
         )
         bounds = chunk_bounds(inputs, model.widest, model.chunk_tokens)
-        chunks = [(rows, site.part(rows)) for rows in bounds]
+        here = site.detached()
+        chunks = [(rows, here.part(rows)) for rows in bounds]
         if with_grad:
             parameters = list(model.parameters())
             twin, leaves = with_leaves(model, parameters)

@@ -57,6 +57,9 @@ class Backbone(nn.Module):
         if parts.initialise:
             self.apply(initialise_linear)
         self.conditioning = build_conditioning(config, conditions)
+        # Steps may share modules; in a state dict each weight stands once, under its first name.
+        self.register_state_dict_post_hook(_drop_aliases)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_add_aliases)  # type: ignore[no-untyped-call]
 
     @property
     def steps(self) -> list[Step]:
@@ -137,6 +140,25 @@ class Backbone(nn.Module):
             offset=offset,
             total=total,
         )
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters that steps share, each with the first one."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(id(p), name) for name, p in named}
+    return {name: known for name, known in names.items() if name != known}
+
+
+def _drop_aliases(model: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for name in aliases(model):
+        state.pop(prefix + name, None)
+
+
+def _add_aliases(model: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for name, known in aliases(model).items():
+        if prefix + known in state:
+            state[prefix + name] = state[prefix + known]
 
 
 Executor = Callable[[Backbone, Tensor, Site], Tensor]

@@ -70,6 +70,10 @@ class Site:
             offset=self.offset + chunk.start,
         )
 
+    def detached(self) -> Site:
+        """The same without the history of the inputs."""
+        return self if self.inputs is None else replace(self, inputs=self.inputs.detach())
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing is known of the tokens."""

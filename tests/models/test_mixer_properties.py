@@ -285,3 +285,19 @@ def test_an_underflowing_normaliser_stays_finite():
     q, sums = torch.zeros(1, H, 1, D), torch.zeros(1, H, D, D + 1)
     q[..., 0], sums[:, :, 1:] = 1.0, 1.0  # all mass of the keys on other features
     assert attention.read(q, sums).isfinite().all()
+
+
+def test_shared_weights_stand_once_in_a_state_dict_and_load_again():
+    model, other = model_of("gnot"), model_of("gnot")
+    state = model.state_dict()
+    assert state.keys() == dict(model.named_parameters()).keys()
+    assert model.steps[0].branch is model.steps[2].branch
+    with torch.no_grad():
+        for p in other.parameters():
+            p += 1.0
+    other.load_state_dict(state)
+    inputs = torch.rand(2, N, 6, dtype=torch.float64)
+    assert torch.equal(other(inputs), model(inputs))
+    del state["blocks.0.gate.fc1.bias"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*blocks\.0\.gate\.fc1\.bias"):
+        other.load_state_dict(state)

@@ -15,7 +15,10 @@ FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
 MOST_LINES, MOST_LINES_OF_TESTS, MOST_LINES_OF_A_FUNCTION, MOST_LINES_OF_LAUNCH = 350, 450, 60, 900
 
-MIXER = re.compile(r"flare_?pp|flare\+\+|transolver|\bcano\b", re.IGNORECASE)
+MIXER = re.compile(
+    r"flare_?pp|flare\+\+|transolver|\bcano\b|galerkin|\bisab\b|\bab-?upt\b|perceiver|\blno\b|\bgnot\b",
+    re.IGNORECASE,
+)
 """Names of mixers. FLARE alone is the name of a family, of its code, and of this package."""
 
 MAY_NAME_MIXERS = ("cpflare/models/", "cpflare/cli/")
