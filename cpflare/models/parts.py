@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -28,23 +28,29 @@ class Parts:
     initialise: bool = True
 
 
-def projections(
-    config: ModelConfig, in_channels: int, out_channels: int
-) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """The backbone's input projection, output norm and output projection."""
+def input_projection(config: ModelConfig, in_channels: int) -> nn.Module:
+    """The backbone's input projection.  [F] -> [C]"""
+    width = config.channels
+    return ResidualMLP(in_channels, width, width, input_residual=True, output_residual=True)
+
+
+def output_head(config: ModelConfig, out_channels: int) -> tuple[nn.Module, nn.Module]:
+    """The backbone's output norm and output projection.  [C] -> [O]"""
     width = config.channels
     return (
-        ResidualMLP(in_channels, width, width, input_residual=True, output_residual=True),
         make_norm(config.norm, width),
         ResidualMLP(width, width, out_channels, input_residual=True, output_residual=False),
     )
 
 
 def backbone_parts(
-    config: ModelConfig, in_channels: int, out_channels: int, mixers: Sequence[Mixer]
+    config: ModelConfig, in_channels: int, out_channels: int, mixers: Iterable[Mixer]
 ) -> Parts:
-    """The shared backbone with a block for each mixer."""
-    in_proj, out_norm, out_proj = projections(config, in_channels, out_channels)
+    """The shared backbone with a block for each mixer.
+
+    Weights are drawn in the order of the modules: a seed's weights must stay what they are.
+    """
+    in_proj = input_projection(config, in_channels)
     kind = ConditionedBlock if is_steered(config) else Block
     blocks = [kind(config, index, mixer) for index, mixer in enumerate(mixers)]
-    return Parts(in_proj, blocks, out_norm, out_proj)
+    return Parts(in_proj, blocks, *output_head(config, out_channels))

@@ -84,7 +84,7 @@ def build_parts(config: ModelConfig, in_channels: int, out_channels: int) -> Par
     if kind.parts is not None:
         return kind.parts(config, in_channels, out_channels)
     assert kind.build is not None
-    mixers = [kind.build(config) for _ in range(config.blocks)]
+    mixers = (kind.build(config) for _ in range(config.blocks))
     return backbone_parts(config, in_channels, out_channels, mixers)
 
 

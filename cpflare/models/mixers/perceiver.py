@@ -12,7 +12,7 @@ from cpflare.config import ModelConfig
 from cpflare.models.latent import LatentBlock
 from cpflare.models.layers import FeedForward, LayerNorm, merge_heads, split_heads
 from cpflare.models.mixer import State, Tokens, to_attention_dtype
-from cpflare.models.parts import Parts, projections
+from cpflare.models.parts import Parts, input_projection, output_head
 from cpflare.models.site import Site
 from cpflare.models.stages import SoftmaxStage
 from cpflare.models.step import Step
@@ -118,5 +118,5 @@ class PerceiverStep(Step):
 
 def perceiver_parts(config: PerceiverConfig, in_channels: int, out_channels: int) -> Parts:
     """The backbone's projections with Perceiver IO between them."""
-    in_proj, out_norm, out_proj = projections(config, in_channels, out_channels)
-    return Parts(in_proj, [PerceiverStep(config)], out_norm, out_proj)
+    in_proj, step = input_projection(config, in_channels), PerceiverStep(config)
+    return Parts(in_proj, [step], *output_head(config, out_channels))
