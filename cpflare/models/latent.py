@@ -11,11 +11,13 @@ from cpflare.models.layers import LayerNorm, merge_heads, split_heads
 class LatentBlock(nn.Module):
     """z += attention(norm(z)); z += mlp(norm(z)), for replicated latents z [B, M, C]."""
 
-    def __init__(self, channels: int, heads: int, ratio: int, *, approximate: str) -> None:
+    def __init__(
+        self, channels: int, heads: int, ratio: int, *, approximate: str, bias: bool = False
+    ) -> None:
         super().__init__()
         self.heads, self.approximate = heads, approximate
         self.norm1, self.norm2 = LayerNorm(channels), LayerNorm(channels)
-        self.qkv_proj = nn.Linear(channels, 3 * channels, bias=False)
+        self.qkv_proj = nn.Linear(channels, 3 * channels, bias=bias)
         self.out_proj = nn.Linear(channels, channels)
         self.fc1 = nn.Linear(channels, ratio * channels)
         self.fc2 = nn.Linear(ratio * channels, channels)

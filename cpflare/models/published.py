@@ -26,7 +26,7 @@ import re
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cpflare.errors import DataError
 from cpflare.models.backbone import Backbone
@@ -73,15 +73,26 @@ def load_published(model: Backbone, state: Mapping[str, Tensor]) -> None:
         DataError: a weight is missing, left over or of another shape; it is named, with the option
             of this package that would fit where there is one.
     """
-    converted = convert_published(state)
+    hint = (
+        "compare model.mixer, model.blocks, model.norm (rmsnorm has no norm biases) and "
+        "model.synthesis"
+    )
+    load_renamed(model, convert_published(state), hint)
+
+
+def load_renamed(model: nn.Module, converted: Mapping[str, Tensor], hint: str) -> None:
+    """Load a state dict that has this package's names; all of it, or nothing.
+
+    Raises:
+        DataError: a weight is missing, left over or of another shape; `hint` says what to compare.
+    """
     own = model.state_dict()
     missing, unexpected = sorted(own.keys() - converted), sorted(converted.keys() - own.keys())
     if missing or unexpected:
         named = [f"missing {name}" for name in missing] + [f"left over {n}" for n in unexpected]
         raise DataError(
             f"published weights do not fit the model: {', '.join(named[:4])}"
-            f"{f' and {len(named) - 4} more' if len(named) > 4 else ''}; compare model.mixer, "
-            "model.blocks, model.norm (rmsnorm has no norm biases) and model.synthesis"
+            f"{f' and {len(named) - 4} more' if len(named) > 4 else ''}; {hint}"
         )
     for name, value in converted.items():
         if value.shape != own[name].shape:
@@ -89,4 +100,4 @@ def load_published(model: Backbone, state: Mapping[str, Tensor]) -> None:
                 f"published weight {name} has shape {list(value.shape)}, the model wants "
                 f"{list(own[name].shape)}; compare model.channels, heads, latents and ffn_ratio"
             )
-    model.load_state_dict(converted)
+    model.load_state_dict(dict(converted))

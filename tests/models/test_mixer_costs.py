@@ -89,7 +89,10 @@ ARCHITECTURES = {
     ),
     "lno": (
         [(SOFTMAX, M * (C + 1), M * C)],
-        ENDS + mlp_parameters(IN, C) + mlp_parameters(C, M) + BLOCKS * latent_parameters(2),
+        ENDS
+        + mlp_parameters(IN, C)
+        + mlp_parameters(C, M)
+        + BLOCKS * (latent_parameters(2) + 3 * C),  # its query, key and value have biases
         2 * mlp_flops(IN, C) + mlp_flops(C, OUT) + mlp_flops(C, M) - 2 * C * M + 8 * M * C,
     ),
     "gnot": (

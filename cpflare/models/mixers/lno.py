@@ -50,7 +50,7 @@ class LnoStep(Step):
         self.branch = DeepMLP(in_channels, channels, channels, layers)
         self.scores = DeepMLP(channels, channels, config.latents, layers)
         self.latent_blocks = nn.ModuleList(
-            LatentBlock(channels, config.heads, _RATIO, approximate="none")
+            LatentBlock(channels, config.heads, _RATIO, approximate="none", bias=True)
             for _ in range(config.blocks)
         )
 
