@@ -17,10 +17,18 @@ from cpflare.config import load_config
 from cpflare.lifeline.lifeline import own_lifeline
 from cpflare.log import set_up_logging
 from cpflare.parallel.device import uses_gpu
-from cpflare.parallel.runtime import STOPPED, USER_ERROR, agreed, run_guarded, same_on_all
+from cpflare.parallel.runtime import (
+    STOPPED,
+    USER_ERROR,
+    NoMemoryError,
+    agreed,
+    run_guarded,
+    same_on_all,
+)
 from cpflare.parallel.stop import own_stop_request
 from cpflare.parallel.topology import build_topology, environment_ranks, resolve_axes, start_ranks
 from cpflare.train.loop import train
+from cpflare.train.memory import StepTooLarge
 from data_prep.cars.embedded import EMBEDDED, ensure_embedded_store, is_embedded
 
 EXAMPLES = """\
@@ -96,7 +104,15 @@ def main(argv: Sequence[str]) -> None:
             with agreed(topology.world_comm):
                 if topology.rank == 0 and is_embedded(config.data.store):
                     ensure_embedded_store(config.data.store)
-        train(config, topology)
+        try:
+            train(config, topology)
+        except StepTooLarge as error:
+            if device.type == "cpu":  # whose ranks share a memory that others fill as well
+                raise NoMemoryError(f"{error}; use more ranks or a smaller data.tokens") from error
+            from cpflare.plan.memory import memory_mend  # needed here alone
+
+            mend = memory_mend(config, error.cells, topology.cp, error.total_bytes)
+            raise NoMemoryError(f"{error}; {mend}") from error
 
 
 if __name__ == "__main__":

@@ -88,6 +88,10 @@ def _status_of(main: Callable[[], None]) -> int:
     return 0
 
 
+class NoMemoryError(MemoryError):
+    """A lack of memory whose message says what was held and what helps."""
+
+
 class AgreedError(CpflareError):
     """An error that every rank knows of, so that rank 0 can speak for all."""
 
@@ -162,6 +166,8 @@ def _end_alone(error: BaseException, status: int, *, show: bool) -> None:
     text = str(error) or type(error).__name__
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted"
+    elif isinstance(error, NoMemoryError):
+        pass
     elif no_memory(error):
         text = f"out of memory ({text.splitlines()[0]}); use more ranks or a smaller data.tokens"
     elif _may_be_anothers(error):

@@ -26,6 +26,7 @@ from cpflare.parallel.topology import Topology
 from cpflare.precision import weight_dtype
 from cpflare.train.cases import check_fields, split_cases
 from cpflare.train.checkpoint import CheckpointWriter, load_checkpoint, write_weights
+from cpflare.train.memory import telling_size
 from cpflare.train.reporting import Reporter
 from cpflare.train.resume import (
     Progress,
@@ -222,7 +223,8 @@ class Trainer:
                 # What evaluations and agreements have sent is no part of the step.
                 topology.world_comm.take_traffic()
                 topology.cp_comm.take_traffic()
-                event = self.learner.step(step)
+                with telling_size(step.windows, topology.device):
+                    event = self.learner.step(step)
                 self.progress.step = step.number + 1
                 reporter.step(self._describe(step) | event)
                 self.writer.check()

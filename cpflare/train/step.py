@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import resource
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from cpflare.parallel.stop import STOP_SIGNALS, stop_reason
 from cpflare.parallel.topology import Topology
 from cpflare.precision import autocast, weight_dtype
 from cpflare.train.loss import case_loss
+from cpflare.train.memory import peak_bytes
 from cpflare.train.optim import MovingAverage, build_optimizer, build_schedule, take_up
 
 logger = logging.getLogger("cpflare")
@@ -102,7 +102,7 @@ class Learner:
         for sample in step.samples:
             share += self._accumulate(sample, step.number).to(share.dtype)
         own = StepSums.pack(
-            share, _peak_bytes(topology.device), self._is_non_finite(share), topology
+            share, peak_bytes(topology.device), self._is_non_finite(share), topology
         )
         total = sum_gradients(self.model.parameters(), topology.world_comm, own)
         assert total is not None
@@ -242,13 +242,6 @@ class Learner:
         if self.average is not None:
             for name, value in state["average"].items():
                 self.average.weights[name].copy_(value)
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """The most memory held so far: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _comm_seconds(topology: Topology) -> float:
