@@ -54,7 +54,7 @@ def elastic_matrix(modulus: float, poisson: float) -> Array:
 def solve(
     nodes: Array, triangles: Indices, elastic: Array, force: Array, held: Indices, at: Array
 ) -> Array:
-    """Displacement [M, 2] under nodal `force` [M, 2], with `held` [k] nodes moved to `at` [k, 2]."""
+    """Displacement [M, 2] under nodal `force` [M, 2], `held` [k] nodes being put `at` [k, 2]."""
     strain, area = strain_matrices(nodes, triangles)
     local = area[:, None, None] * np.swapaxes(strain, 1, 2) @ elastic @ strain  # [T, 6, 6]
     dofs = (2 * triangles[:, :, None] + np.arange(2)).reshape(len(triangles), 6)
