@@ -74,7 +74,7 @@ class NpzFile(ArrayFile):
 
 
 class Mat5File(ArrayFile):
-    """A MATLAB file up to version 7; names and shapes at first, then one whole array at a time."""
+    """A MATLAB file up to version 7: names and shapes at first, then whole arrays, which stay."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -83,16 +83,16 @@ class Mat5File(ArrayFile):
             for name, shape, kind in scipy.io.whosmat(path)
             if kind in _CLASSES
         }
-        self._last: tuple[str, Array] | None = None
+        self._loaded: dict[str, Array] = {}
 
     def _read(self, name: str, index: Index) -> Array:
-        # The last one stays: parts of an array are asked for one after another.
-        if self._last is None or self._last[0] != name:
-            self._last = name, _load_v5(self.path, name)
-        return np.asarray(self._last[1][index])
+        # They stay: cases are asked for one after another, of several arrays in turn.
+        if name not in self._loaded:
+            self._loaded[name] = _load_v5(self.path, name)
+        return np.asarray(self._loaded[name][index])
 
     def close(self) -> None:
-        self._last = None
+        self._loaded.clear()
 
 
 def _load_v5(path: Path, name: str) -> Array:
