@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpflare.errors import DataError
+from cpflare.files import checksum
 from cpflare.formats.arrays import ArrayFile, open_arrays
 from cpflare.formats.well import WellFile
-from data_prep.protocols import ROW_AXES, Axis, FieldOf, Protocol, Source
+from data_prep.protocols import ROW_AXES, Axis, FieldOf, Pin, Protocol, Source
 
 Array = NDArray[Any]
 Part = Literal["train", "valid", "test"]
@@ -198,6 +199,30 @@ class _WellCases(Cases):
             varies = "time" in field.source.axes
             out[name] = np.ascontiguousarray(flat if varies else flat[0])
         return out
+
+
+def verify_pins(protocol: Protocol, folder: Path) -> dict[str, Pin]:
+    """Size and checksum of all files that the protocol names in `folder`; it reads them all.
+
+    Raises: DataError where one differs from the protocol's own pins, or is absent.
+    """
+    sources = [s for f in protocol.fields.values() for s in (f.source, f.test) if s is not None]
+    patterns = sorted({pattern.replace("{part}", "*") for s in sources for pattern in s.files})
+    paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
+    found = {
+        path.relative_to(folder).as_posix(): Pin(path.stat().st_size, checksum(path))
+        for path in paths
+    }
+    for name, pin in protocol.pins.items():
+        if name not in found:
+            raise DataError(f"{folder} has no file {name}; fetch the set {protocol.name}")
+        if found[name] != pin:
+            raise DataError(
+                f"{folder / name} has {found[name].bytes} bytes and the checksum "
+                f"{found[name].sha256[:12]}…, and the protocol {protocol.name} is of {pin.bytes} "
+                f"and {pin.sha256[:12]}…; fetch it again"
+            )
+    return found
 
 
 @dataclass(frozen=True)

@@ -148,11 +148,20 @@ class Published:
 
 
 @dataclass(frozen=True, config=_CHECKED)
+class Pin:
+    """A file's size and checksum, so that two runs are known to be of the same data."""
+
+    bytes: _Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True, config=_CHECKED)
 class Protocol:
     """All that makes figures of a benchmark comparable; `metric` is what is reported.
 
     `eps` is added to deviations of normalisers. `layout` is `arrays`, or `well` for The Well's
-    files, whose trajectories are all taken and whose `key` is the field's name.
+    files, whose trajectories are all taken and whose `key` is the field's name. `pins` are of files
+    by their place below the set's folder, where they are known.
     """
 
     name: str
@@ -169,6 +178,7 @@ class Protocol:
     recipes: dict[str, Recipe] = Field(default_factory=dict)
     published: tuple[Published, ...] = ()
     remarks: tuple[str, ...] = ()
+    pins: dict[str, Pin] = Field(default_factory=dict)
 
     def normalisers(self, recipe: str | None = None) -> dict[str, Normaliser]:
         """The normaliser of each field, as a recipe has them."""
@@ -260,7 +270,7 @@ def _refusal(data: Mapping[str, Any], error: ValidationError) -> ConfigError:
 
 
 _KINDS: tuple[Any, ...] = (
-    Protocol, FieldOf, Source, Rows, Cuts, Task, LossOf, Recipe, Published,
+    Protocol, FieldOf, Source, Rows, Cuts, Task, LossOf, Recipe, Published, Pin,
 )  # fmt: skip
 
 

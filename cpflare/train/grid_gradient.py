@@ -22,7 +22,7 @@ def dense_gradient_term(outputs: Tensor, targets: Tensor, *, ring: bool) -> Tens
     Both fields are zero beyond the grid. With `ring` the outputs' outermost nodes are set to 0
     first, as the boundary has it. The spacing cancels in the ratio. The slope of a root at 0 is 0.
 
-    Source: Transolver, its script for Darcy; also FLARE and CANO.
+    Source: the scripts that the published figures on Darcy come from, named in their protocol.
     """
     if ring:
         outputs = F.pad(outputs[1:-1, 1:-1], (1, 1, 1, 1))

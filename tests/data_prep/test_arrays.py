@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 
 import h5py
 import numpy as np
@@ -124,10 +125,21 @@ def test_files_that_are_not_there_or_of_another_kind_are_told(tmp_path):
 
 
 def test_whole_numbers_that_matlab_stores_in_bytes_are_doubles(tmp_path):
-    scipy.io.savemat(tmp_path / "a.mat", {"u": np.array([[1.0, 2.0]]), "on": np.array([[True]])})
+    """MATLAB writes them so; scipy itself never does, hence a file by hand: a double in bytes."""
+
+    def element(kind, data):
+        return struct.pack("<II", kind, len(data)) + data.ljust(-(-len(data) // 8) * 8, b"\0")
+
+    flags, shape = element(6, struct.pack("<II", 6, 0)), element(5, struct.pack("<ii", 1, 3))
+    matrix = element(14, flags + shape + element(1, b"u") + element(2, bytes([1, 2, 200])))
+    head = b"MATLAB 5.0 MAT-file".ljust(124) + b"\x00\x01IM"
+    (tmp_path / "a.mat").write_bytes(head + matrix)
     with open_arrays(tmp_path / "a.mat") as arrays:
         assert arrays.stored["u"].dtype == arrays.read("u").dtype == np.float64
-        assert arrays.read("on").all()
+        assert arrays.read("u").tolist() == [[1.0, 2.0, 200.0]]
+    scipy.io.savemat(tmp_path / "b.mat", {"on": np.array([[True, False]])})
+    with open_arrays(tmp_path / "b.mat") as arrays:
+        assert arrays.read("on").tolist() == [[True, False]]
 
 
 def test_npy_and_hdf5_read_no_more_than_is_asked_for(tmp_path):

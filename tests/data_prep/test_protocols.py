@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,8 +15,8 @@ import yaml
 from cpflare.errors import ConfigError, DataError
 from data_prep.physics import acoustics, darcy, elasticity, navier_stokes
 from data_prep.physics.making import Request
-from data_prep.protocol_data import Moments, moments, open_cases
-from data_prep.protocols import Protocol, known_protocols, load_protocol
+from data_prep.protocol_data import Moments, moments, open_cases, verify_pins
+from data_prep.protocols import Pin, Protocol, known_protocols, load_protocol
 
 
 def small(name, sizes, cuts=None, rename=None):
@@ -261,6 +262,19 @@ def test_what_synth_makes_is_read_by_its_own_protocol(tmp_path, name, make, rows
         assert all(len(values) == rows for values in cases.case(0).values())
     with open_cases(protocol, tmp_path, "test") as cases:
         assert len(cases) == 200
+
+
+def test_files_are_known_again_by_size_and_checksum(darcy_files):
+    protocol = DARCY()
+    pins = verify_pins(protocol, darcy_files)
+    assert sorted(pins) == [f"piececonst_r41_N5_smooth{k}.mat" for k in (1, 2)]
+    assert verify_pins(replace(protocol, pins=pins), darcy_files) == pins
+    name = min(pins)
+    other = replace(protocol, pins={name: Pin(pins[name].bytes, "0" * 64)})
+    with pytest.raises(DataError, match=r"and the protocol darcy is of \d+ and 000000000000…"):
+        verify_pins(other, darcy_files)
+    with pytest.raises(DataError, match=r"has no file gone\.mat; fetch the set darcy"):
+        verify_pins(replace(protocol, pins={"gone.mat": pins[name]}), darcy_files)
 
 
 # -- statistics ------------------------------------------------------------------------------------
