@@ -348,6 +348,6 @@ def test_a_failed_case_leaves_no_surface(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_kind_that_is_not_made_is_named_with_those_that_are(tmp_path):
     from cpflare import cli
 
-    with pytest.raises(ConfigError, match="--kind boats must be one of cars"):
+    with pytest.raises(ConfigError, match="--kind boats must be one of cars, darcy, "):
         cli.synth(tmp_path / "out", kind="boats", cases=1, cells=400, seed=0, workers=1)
     assert not (tmp_path / "out").exists()
