@@ -92,8 +92,10 @@ def make_case(medium: str, request: Request, case: int) -> Case:
 
 def _coarse(values: Array) -> Array:
     """Means of FINER × FINER cells of [m, m, …]."""
-    n = len(values) // FINER
-    return np.asarray(values.reshape(n, FINER, n, FINER, *values.shape[2:]).mean(axis=(1, 3)))
+    # Sums of slices: a mean over two axes of a reshaped array takes five times as long.
+    steps = range(FINER)
+    total = sum(values[i::FINER, j::FINER] for i in steps for j in steps)
+    return np.asarray(total / FINER**2)
 
 
 def _lay_out(file: h5py.File, medium: str, side: int, trajectories: int, seed: int) -> None:

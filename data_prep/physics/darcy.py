@@ -71,8 +71,8 @@ def solve(coefficient: Array, source: Array | float = 1.0) -> Array:
     """The solution [n, n] of −∇·(a∇u) = `source` on the nodes of [0, 1]², 0 on the edge.
 
     Finite volumes about the nodes, with the harmonic mean of `coefficient` [n, n] between two of
-    them; conjugate gradients behind a sine transform of the Laplacian, which needs about twenty
-    steps for two values 3 and 12 on any grid.
+    them; conjugate gradients behind a sine transform of the Laplacian, which need 24 to 26
+    steps for two values 3 and 12 on grids of 43 to 421 nodes a side.
     """
     nodes = len(coefficient)
     inner = nodes - 2

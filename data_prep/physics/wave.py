@@ -52,61 +52,75 @@ class Wave:
         p, u = pressure.copy(), self.rest()
         yield self._frame(p, u)
         for _ in range(frames - 1):
-            for _ in range(steps):
-                p = self.step(p, u, dt)
-            yield self._frame(p, u)
+            self.advance(p, u, dt, steps)
+            yield self._frame(p.copy(), u)
 
     def rest(self) -> list[Array]:
         """Velocities on the faces along x and along y, all 0."""
         return [np.zeros_like(density) for density in self.face_density]
 
-    def step(self, p: Array, u: list[Array], dt: float) -> Array:
-        """The pressure after `dt`; the velocities are changed in place, and of the same time."""
-        self._kick(u, p, 0.5 * dt)
-        p = self._drift(p, u, dt)
-        self._kick(u, p, 0.5 * dt)
-        return p
+    def advance(self, p: Array, u: list[Array], dt: float, steps: int) -> None:
+        """Take `steps` steps of `dt`, in place; p and u are of one time before and after.
+
+        A step is half a kick of u, a drift of p, half a kick; the halves of two steps are one.
+        """
+        whole = [dt / (self.h * density) for density in self.face_density]
+        half = [0.5 * kick for kick in whole]
+        leak = self._leak(dt)
+        self._kick(u, p, half)
+        for step in range(steps):
+            self._drift(p, u, dt, leak)
+            self._kick(u, p, whole if step < steps - 1 else half)
 
     def energy(self, pressure: Array, velocity: list[Array], dt: float) -> float:
         """The energy that steps of `dt` keep, of p and velocities of its time, per unit of h²."""
         kinetic = 0.0
         for axis, face in enumerate(velocity):
             ahead, behind = face.copy(), face.copy()
-            gradient = self._gradient(pressure, axis)
-            ahead -= 0.5 * dt * gradient / self.face_density[axis]
-            behind += 0.5 * dt * gradient / self.face_density[axis]
+            kick = 0.5 * dt / (self.h * self.face_density[axis]) * self._difference(pressure, axis)
+            ahead -= kick
+            behind += kick
             kinetic += float((self.face_density[axis] * ahead * behind).sum())
         return 0.5 * (float((pressure**2).sum()) / BULK_MODULUS + kinetic)
 
-    def _kick(self, u: list[Array], p: Array, dt: float) -> None:
+    def _kick(self, u: list[Array], p: Array, scale: list[Array]) -> None:
         for axis in (0, 1):
-            u[axis] -= dt * self._gradient(p, axis) / self.face_density[axis]
+            u[axis] -= scale[axis] * self._difference(p, axis)
 
-    def _gradient(self, p: Array, axis: int) -> Array:
-        """∂p/∂x on the faces between cells; on walls and open sides there is none."""
+    def _difference(self, p: Array, axis: int) -> Array:
+        """Of p across the faces between cells; on walls and open sides there is none."""
         if self.sides[axis] == "periodic":
-            return np.asarray((p - np.roll(p, 1, axis)) / self.h)
-        return np.diff(p, axis=axis) / self.h
+            return p - np.roll(p, 1, axis)
+        return np.diff(p, axis=axis)
 
-    def _drift(self, p: Array, u: list[Array], dt: float) -> Array:
+    def _leak(self, dt: float) -> Array | None:
+        """What half of a step lets out through open sides, of each cell's pressure [n, n]."""
+        if "open" not in self.sides:
+            return None
+        leak = np.zeros_like(self.density)
+        for axis in (0, 1):
+            if self.sides[axis] == "open":
+                impedance = np.moveaxis(self.density * self.speed, axis, 0)
+                edges = np.moveaxis(leak, axis, 0)  # a view
+                for edge in (0, -1):
+                    edges[edge] += 0.5 * dt * BULK_MODULUS / (self.h * impedance[edge])
+        return leak
+
+    def _drift(self, p: Array, u: list[Array], dt: float, leak: Array | None) -> None:
         """p after `dt`; the flow through an open side, p/(ρc), is taken at the step's middle."""
         rate = dt * BULK_MODULUS / self.h
-        after = p.copy()
-        leak = np.zeros_like(p)
+        if leak is not None:
+            p *= 1.0 - leak
         for axis in (0, 1):
-            along = np.moveaxis(after, axis, 0)  # views
+            along = np.moveaxis(p, axis, 0)  # views
             flow = rate * np.moveaxis(u[axis], axis, 0)
             if self.sides[axis] == "periodic":
                 along -= np.roll(flow, -1, 0) - flow
-                continue
-            along[:-1] -= flow
-            along[1:] += flow
-            if self.sides[axis] == "open":
-                impedance = np.moveaxis(self.density * self.speed, axis, 0)
-                edges = np.moveaxis(leak, axis, 0)
-                for edge in (0, -1):
-                    edges[edge] += 0.5 * rate / impedance[edge]
-        return np.asarray((after - leak * p) / (1.0 + leak))
+            else:
+                along[:-1] -= flow
+                along[1:] += flow
+        if leak is not None:
+            p /= 1.0 + leak
 
     def _frame(self, p: Array, u: list[Array]) -> Frame:
         return Frame(p, np.stack([_centre(u[a], a, self.sides[a]) for a in (0, 1)], axis=-1))
