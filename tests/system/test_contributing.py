@@ -1,4 +1,4 @@
-"""Each example of CONTRIBUTING.md is run as it stands there."""
+"""Each example of CONTRIBUTING.md, and the README's mixer, is run as it stands there."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from support.paths import ROOT
 from support.stores import SMALL, read_metrics, ring_mesh, train_rank, write_store
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+README = (ROOT / "README.md").read_text()
 
 
-def example(section):
+def example(section, page=TEXT):
     """The fenced lines of a section."""
-    body = TEXT.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
+    body = page.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
     (block,) = re.findall(r"```\w+\n(.*?)```", body, re.S)
     return block
 
@@ -36,6 +37,11 @@ def test_the_page_is_one_page():
     assert len(TEXT.splitlines()) < 160
 
 
+def test_the_mixer_has_thirty_lines():
+    code = example("A mixer of your own", README)
+    assert 20 < len([line for line in code.splitlines() if line.strip()]) <= 32
+
+
 def test_every_room_is_on_it():
     rooms = sorted(p.parent.name for p in (ROOT / "cpflare").glob("*/__init__.py"))
     assert [room for room in rooms if f"`cpflare/{room}`" not in TEXT] == []
@@ -44,7 +50,8 @@ def test_every_room_is_on_it():
 @pytest.mark.parametrize("executor", ["in_memory", "streamed"])
 def test_the_mixer_trains(tmp_path, monkeypatch, executor):
     monkeypatch.setattr(mixers, "MIXERS", dict(mixers.MIXERS))
-    exec(compile(example("A mixer"), "CONTRIBUTING.md", "exec"), {"__name__": "slices"})
+    code = example("A mixer of your own", README)
+    exec(compile(code, "README.md", "exec"), {"__name__": "slices"})
     store = write_store(tmp_path / "store")
     overrides = [f"data.store={store.path}", f"run.dir={tmp_path / 'run'}", *SMALL]
     more = ["model.mixer=slices", "train.steps=3", "data.tokens=53", f"engine.executor={executor}"]
