@@ -197,6 +197,7 @@ def test_the_registry_says_which_mixers_there_are(monkeypatch):
         load_config(None, ["model.mixer=mime"])
 
 
+@pytest.mark.slow
 def test_the_page_on_the_keys_is_what_they_say_of_themselves():
     page = (ROOT / "docs" / "config.md").read_text()
     assert page == keys_page() + "\n", "python -m cpflare.arguments > docs/config.md"

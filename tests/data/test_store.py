@@ -146,6 +146,7 @@ def test_chunks_are_small_and_even_and_files_are_few(num_rows):
     assert 7 * -(-num_rows // shard) < 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 12_345, CHUNK_ROWS * SHARD_CHUNKS - 50_000])
 def test_a_read_decodes_the_chunks_of_its_slice_only(big, start):
     path, source = big
@@ -175,6 +176,7 @@ def test_the_ranks_of_a_whole_surface_read_each_row_once(big):
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(case.num_rows))
 
 
+@pytest.mark.slow
 def test_reads_from_threads_agree(big):
     path, _ = big
     case = Store.open(path).case("run_1")

@@ -110,6 +110,7 @@ def test_other_kinds_of_files(tmp_path):
     refuse(tmp_path / "d.vtp", "must hold PolyData")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("kind", ["end", "middle", "more"])
 def test_cut_and_stretched_files_are_never_read_as_something_else(tmp_path, encoding, kind):

@@ -22,6 +22,7 @@ from support.surfaces import make, prep
 real = pytest.mark.skipif(not REAL.is_dir(), reason="the shared real files are absent")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_layouts_of_others_go_out_and_come_back(tmp_path, layout, monkeypatch, capsys):
     data = make(tmp_path / "data", 2)

@@ -73,6 +73,7 @@ def test_the_store_holds_the_rows_of_the_files(tmp_path):
     assert inspect_store(tmp_path / "s", verify=True).ok
 
 
+@pytest.mark.slow
 def test_one_and_several_workers_make_the_same_store(tmp_path):
     data = make(tmp_path / "data", 4)
     for workers in (0, 1, 4):

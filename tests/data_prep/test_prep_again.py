@@ -23,6 +23,7 @@ from support.surfaces import make, prep, tube
 real = pytest.mark.skipif(not REAL.is_dir(), reason="the shared real files are absent")
 
 
+@pytest.mark.slow
 def test_a_second_run_does_what_is_missing(tmp_path):
     data = make(tmp_path / "data", 3)
     prep([data / "run_1", data / "run_2"], tmp_path / "s")
@@ -54,6 +55,7 @@ def spoil(path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_cases_are_quarantined_and_the_rest_goes_on(tmp_path, workers, capfd):
     data = make(tmp_path / "data", 5)
@@ -104,6 +106,7 @@ def test_what_an_earlier_version_left_of_a_failure_does_not_stand_in_the_way(tmp
     assert Store.open(store).seed == 3
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_fails_its_case_alone(tmp_path, monkeypatch):
     data = make(tmp_path / "data", 4)
     path = data / "run_2" / "boundary_2.vtp"
@@ -141,6 +144,7 @@ def start_prep(data: Path, store: Path, workers: int) -> subprocess.Popen[bytes]
     return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killing_at_any_moment_leaves_a_store_that_is_refused_and_mended(tmp_path, workers):
     data = make(tmp_path / "data", 6, size=60)
@@ -190,6 +194,7 @@ def test_options_that_contradict_are_refused(tmp_path):
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.slow
 def test_a_terminated_run_leaves_no_worker_behind(tmp_path):
     data = make(tmp_path / "data", 4, size=60)
     process = start_prep(data, tmp_path / "s", 2)

@@ -55,6 +55,7 @@ def test_linked_folders_are_searched_once_whatever_loops_they_make(tmp_path):
     assert find_source(data, "run_3") == data / "run_3" / "boundary_3.vtp"
 
 
+@pytest.mark.slow
 def test_what_is_passed_over_is_told_in_a_table(tmp_path, monkeypatch, capsys):
     data = make(tmp_path / "data", 3)
     (data / "run_1" / "._boundary_1.vtp").write_bytes(b"\0\5\26\7Mac OS X")
@@ -104,6 +105,7 @@ def test_pieces_are_no_cases_and_blocks_stop_the_search(tmp_path):
         path.unlink()
 
 
+@pytest.mark.slow
 def test_names_that_are_no_utf8_get_one_line(tmp_path, monkeypatch, capsys):
     data = make(tmp_path / "data", 1)
     odd = os.fsdecode(os.fsencode(data) + b"/b\xe9.vtp")
@@ -148,6 +150,7 @@ def test_the_recorded_name_the_patterns_and_the_checksum_find_a_moved_mesh(tmp_p
 # -- sources that change ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_source_is_known_by_the_content_of_all_its_files(tmp_path, monkeypatch, capsys):
     mesh = tube(9, 7)
     mesh.fields = {}
@@ -207,6 +210,7 @@ def test_cases_of_the_version_before_are_compared_by_what_is_known_of_them(tmp_p
 # -- splits ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_splits_of_cases_already_assigned_never_move(tmp_path, monkeypatch, capsys):
     data = make(tmp_path / "data", 12)
     some = [data / f"run_{k}" for k in range(1, 9)]
@@ -274,6 +278,7 @@ def test_names_are_compared_in_one_unicode_form(tmp_path, monkeypatch, capsys):
 # -- what fails ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_reasons_are_told_once_and_lead_to_a_field_map_that_works(tmp_path, monkeypatch, capsys):
     data = tmp_path / "mine"
     data.mkdir()
@@ -363,6 +368,7 @@ def test_a_store_that_is_a_file_is_refused(tmp_path, monkeypatch, capsys):
 # -- nothing of others is replaced -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_embedded_cars_replace_no_case_that_they_did_not_make(tmp_path):
     first = synthesise(tmp_path / "own", cases=1, cells=400, seed=0)
     again = synthesise(tmp_path / "own", cases=2, cells=500, seed=0)
@@ -395,6 +401,7 @@ def test_nothing_is_converted_into_the_store_that_is_read(tmp_path, monkeypatch,
 # -- cases together --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "unit"), [(1000, "millimetres"), (39.37, "inches")])
 def test_a_case_in_other_units_and_one_that_comes_twice_are_named(tmp_path, factor, unit):
     data = make(tmp_path / "data", 4)

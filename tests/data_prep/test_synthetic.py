@@ -19,6 +19,8 @@ from data_prep.cars.body_mesh import Lattice, SurfaceGrid
 from data_prep.cars.flow import COARSE, CarFlow
 from data_prep.cars.synthetic import CONSTANT_AREA, DYNAMIC_PRESSURE, synthesise
 
+pytestmark = pytest.mark.slow
+
 Array = NDArray[np.float64]
 CELLS = 3000
 
@@ -111,6 +113,7 @@ def test_the_encoding_is_openfoams(made: list[Path]) -> None:
     assert mesh.field_data["TimeValue"][0] > 0
 
 
+@pytest.mark.slow
 def test_surfaces_are_closed_and_their_winding_points_into_the_body(
     surfaces: list[Surface],
 ) -> None:
@@ -164,6 +167,7 @@ def test_the_cars_are_of_a_cars_size(surfaces: list[Surface]) -> None:
         assert GROUND <= low[2] < GROUND + 0.015
 
 
+@pytest.mark.slow
 def test_forces_follow_from_the_files(made: list[Path], surfaces: list[Surface]) -> None:
     """F = Σ (p·A − τ·|A|) with stored winding and shear, as for DrivAerML."""
     for path, surface in zip(made, surfaces, strict=True):
@@ -203,6 +207,7 @@ def test_drag_is_a_cars_and_varies_with_the_shape(made: list[Path]) -> None:
     assert max(drag) - min(drag) > 0.03
 
 
+@pytest.mark.slow
 def test_fields_are_in_kinematic_units(surfaces: list[Surface]) -> None:
     for surface in surfaces:
         pressure, cp = surface.fields["pMeanTrim"], surface.fields["CpMeanTrim"]
@@ -219,6 +224,7 @@ def test_fields_are_in_kinematic_units(surfaces: list[Surface]) -> None:
         assert np.abs(np.einsum("nc,nc->n", shear, normal)).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_fields_mirror_in_the_middle_plane(surfaces: list[Surface]) -> None:
     """Left and right differ only by how the quads were cut there."""
     surface = surfaces[0]
@@ -233,6 +239,7 @@ def test_fields_mirror_in_the_middle_plane(surfaces: list[Surface]) -> None:
     np.testing.assert_allclose(cp[pairs[:, 0]], cp[pairs[:, 1]], atol=2e-4)
 
 
+@pytest.mark.slow
 def test_the_base_has_one_pressure() -> None:
     flow = CarFlow(Body(draw_shape(0, 1)))
     normal = np.array([[1.0, 0.0, 0.0]])
@@ -242,6 +249,7 @@ def test_the_base_has_one_pressure() -> None:
         assert state.pressure_coefficient[0] == pytest.approx(flow.base_pressure, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_fine_mesh_has_the_coarse_meshs_forces(tmp_path: Path) -> None:
     """The flow is solved once on the coarse lattice: cells only sample it."""
     drag = []
@@ -252,6 +260,7 @@ def test_a_fine_mesh_has_the_coarse_meshs_forces(tmp_path: Path) -> None:
     assert drag[0] == pytest.approx(drag[1], rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_case_depends_on_seed_and_number_alone(made: list[Path], tmp_path: Path) -> None:
     again = synthesise(tmp_path / "two", cases=2, cells=CELLS, seed=0, workers=2)
     for path in again:
@@ -263,6 +272,7 @@ def test_a_case_depends_on_seed_and_number_alone(made: list[Path], tmp_path: Pat
     assert not filecmp.cmp(other[0], made[0], shallow=False)
 
 
+@pytest.mark.slow
 def test_blocks_leave_the_file_as_it_is(
     made: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +343,7 @@ def test_an_output_that_is_a_file(tmp_path: Path) -> None:
         synthesise(file, cases=1, cells=1000, seed=0)
 
 
+@pytest.mark.slow
 def test_a_failed_case_leaves_no_surface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A surface is there whole or not at all."""
 

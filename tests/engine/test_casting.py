@@ -33,6 +33,7 @@ def run(executor, precision="bf16", mixer="flarepp", chunk=None, freeze=(), **pa
     return outputs.detach(), {n: p.grad for n, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("mixer", ["flare", "flarepp", "none"])
 @pytest.mark.parametrize("executor", ["in_memory", "streamed"])
@@ -49,6 +50,7 @@ def test_what_comes_out_is_what_autocast_gives(executor, mixer, precision):
         assert name.endswith("key_proj.bias") or relative_error(grad, wanted[name]) < 0.03, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["in_memory", "streamed"])
 def test_gradients_of_many_chunks_are_as_good_as_without_casts(executor, monkeypatch):
     _, exact = run(executor, "fp32", chunk=3)

@@ -37,6 +37,7 @@ def operands(batch=2, tokens=9, dtype=torch.float64):
     return [t.requires_grad_() for t in (q, k, v)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [0, 1, 9, 5000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_operators_are_registered_as_torch_wants_them(tokens, dtype):
@@ -152,6 +153,7 @@ def test_both_executors_give_the_eager_answers_when_compiled():
             assert error < EXACT, (executor, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["in_memory", "streamed"])
 def test_ten_sizes_in_training_and_prediction_share_their_programs(executor, monkeypatch):
     """The compiler itself is left out: what it is asked to compile is counted."""

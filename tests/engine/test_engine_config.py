@@ -71,6 +71,7 @@ def test_the_executor_follows_the_configuration(engine, executor):
 # ---- prediction ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["flare", "flarepp", "none"])
 def test_predictions_depend_neither_on_chunks_nor_on_the_order_of_cells(mixer):
     model = build(mixer=mixer)
@@ -92,6 +93,7 @@ def predict_shard(rank, world_size, sizes, inputs, limits):
     return [predict(model, shard, chunk_tokens=chunk) for chunk in limits]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[60, 41], [70, 0, 31]], ids=str)
 def test_predictions_of_ranks_with_unlike_chunks(sizes):
     inputs = torch.randn(101, 6, dtype=torch.float64)
@@ -177,6 +179,7 @@ def measure(rank, world_size, num_tokens, spare):
     return excess
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spare", [40 * MIB, 16 * MIB], ids=["one activation a token", "no activation"]
 )

@@ -61,6 +61,7 @@ def freeze(model, frozen):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("engine", CHUNKED)
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -80,6 +81,7 @@ def frozen_on_ranks(rank, world_size, engine, frozen, sizes, inputs, targets):
     return leaf.grad, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[9, 2], [6, 0, 5]], ids=str)
 @pytest.mark.parametrize("frozen", ["feed-forward networks", "the first block", "all"])
 @pytest.mark.parametrize("engine", ["in memory", "streamed"])
@@ -180,6 +182,7 @@ def test_a_copy_is_a_model_of_its_own(engine):
     assert worst(gradients(twin, inputs, targets), expected)[0] < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_threads_do_not_mix_their_gradients(engine):
     model = make(engine=engine)
@@ -224,6 +227,7 @@ def test_a_second_derivative_is_one_clear_error(mixer, engine):
         grad.square().sum().backward()
 
 
+@pytest.mark.slow
 def test_a_model_can_be_exported():
     model = make()
     inputs, _ = draw(20)

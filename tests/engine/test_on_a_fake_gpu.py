@@ -46,6 +46,7 @@ def send(gpu, kind):
     return dict(gpu.collectives)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
     [("cpu", "device type cpu"), ("strided", "contiguous"), ("int16", "NCCL has no dtype")],
@@ -62,6 +63,7 @@ def wait(gpu):
     return gpu.counts(), dict(gpu.copies)
 
 
+@pytest.mark.slow
 def test_launches_waits_and_copies_are_counted():
     counts, copies = on_fake_gpu(wait)
     # ones and a fill of it, the copy, the sum of the two and of all, and the comparison
@@ -77,6 +79,7 @@ def test_the_device_stays_in_its_process():
 # ---- steps ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["in_memory", "streamed"])
 @pytest.mark.parametrize("mixer", ["flare", "flarepp"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -108,6 +111,7 @@ def test_a_step_keeps_its_budget(mixer, precision):
     assert counts["syncs"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_plan_counts_what_the_device_is_asked_for(precision):
     chosen = settings(precision=precision)
@@ -131,6 +135,7 @@ def test_compiling_for_a_gpu_takes_a_c_compiler_and_says_so(variable, named):
     assert "variable CC" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["host", "bf16"])
 def test_a_step_with_its_block_inputs_elsewhere(offload):
     chosen = settings(executor="streamed", chunk_tokens=30, offload=offload)
@@ -138,6 +143,7 @@ def test_a_step_with_its_block_inputs_elsewhere(offload):
     assert counts["syncs"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 8), (3, 8)])
 @pytest.mark.parametrize("tokens", [0, 50])
 def test_every_rank_sends_the_same_whatever_its_tokens(rank, world_size, tokens):
@@ -147,6 +153,7 @@ def test_every_rank_sends_the_same_whatever_its_tokens(rank, world_size, tokens)
     assert counts["syncs"] == 1
 
 
+@pytest.mark.slow
 def test_replicas_send_no_more_than_ranks_of_one_group():
     both = settings() | {"parallel": {"dp": 2, "cp": 2}}
     expected = on_fake_gpu(count_step, settings(), 50, rank=2, world_size=4)["kinds"]
@@ -159,6 +166,7 @@ def norm_dtypes(gpu, chosen, kernel):
     return {str(dtype).removeprefix("torch.") for dtype in gpu.dtypes[f"aten::{kernel}"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm", "kernel"), [("rmsnorm", "_fused_rms_norm"), ("layernorm", "native_layer_norm")]
 )
@@ -172,6 +180,7 @@ def test_norms_give_the_precision_of_the_run(norm, kernel, precision, dtype):
 # ---- predictions, trainings and what they resume -------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "sizes"),
     [(0, [40]), (0, [20, 20]), (1, [20, 20]), (0, [9, 0, 7, 30]), (1, [9, 0, 7, 30]),
@@ -197,6 +206,7 @@ def overrides(folder):
     return [f"data.store={folder / 'store'}", *SMALL, "train.steps=4", "train.eval_every=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (3, 4)])
 def test_a_training_with_its_evaluations_and_checkpoints(store, tmp_path, rank, world_size):
     more = ["train.checkpoint_every=1", f"run.dir={tmp_path}", "train.ema=0.5"]
@@ -204,6 +214,7 @@ def test_a_training_with_its_evaluations_and_checkpoints(store, tmp_path, rank, 
     assert found["checkpoints"] == ([1, 2, 3, 4] if rank == 0 else [])
 
 
+@pytest.mark.slow
 def test_a_step_after_a_resume_is_like_any_other(store):
     """From a checkpoint of a CPU, whose optimiser was another program."""
     before = on_fake_gpu(count_step, settings(), 40, rank=0, world_size=2)
@@ -212,6 +223,7 @@ def test_a_step_after_a_resume_is_like_any_other(store):
     assert after == {name: before[name] for name in after}
 
 
+@pytest.mark.slow
 def test_a_training_goes_on(store, tmp_path):
     path = store / "cpu" / "checkpoints" / "step_00000002"
     more = [f"train.resume={path}", f"run.dir={tmp_path}", "train.checkpoint_every=1"]

@@ -67,6 +67,7 @@ def record_messages(comm):
     return dtypes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_an_encoder_s_error_does_not_grow_with_the_ranks(dtype):
     q, k, v, dz = draw(dtype)
@@ -131,6 +132,7 @@ def reference_of(model, inputs, targets):
     return outputs, loss, [p.grad for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["in_memory", "streamed"])
 @pytest.mark.parametrize("mixer", ["flare", "flarepp"])
 def test_a_bf16_model_s_error_does_not_grow_with_the_ranks(mixer, executor):
@@ -200,6 +202,7 @@ def test_norms_compute_their_statistics_in_fp32(kind, dtype):
     assert relative_error(found, expected) < 0.75 * torch.finfo(dtype).eps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["in_memory", "streamed"])
 def test_twenty_steps_in_fp16_with_a_loss_scale(executor, tmp_path):
     write_store(

@@ -46,6 +46,7 @@ def compare_on_ranks(rank, world_size, variant, sizes, chunks, inputs, targets):
     return errors, expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sizes", [[11], [2, 9], [6, 0, 5]], ids=str)
 def test_loss_and_every_gradient_equal_the_in_memory_executor_s(sizes, variant):
@@ -63,6 +64,7 @@ def test_loss_and_every_gradient_equal_the_in_memory_executor_s(sizes, variant):
         assert relative_error(found, expected) < EXACT, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", SHARDS)
 def test_chunks_of_a_thousand_tokens(shards):
     inputs, targets = draw(1011)
@@ -90,6 +92,7 @@ def train_on_ranks(rank, world_size, variant, sizes, executor, chunk, inputs, ta
     return torch.tensor(losses), {n: p.detach() for n, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("sizes", [[11], [2, 9], [6, 0, 5]], ids=str)
 @pytest.mark.parametrize("variant", ["flare-rmsnorm", "flarepp-layernorm-gated-shared"])
@@ -120,6 +123,7 @@ class LargeTensors(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["flare-layernorm", "flarepp-rmsnorm-pure-separate"])
 def test_nothing_of_size_n_is_made_but_block_inputs_and_their_gradient(variant):
     num_tokens, blocks, chunk = 200, 3, 16

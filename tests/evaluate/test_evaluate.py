@@ -77,6 +77,7 @@ def scene(tmp_path):
     return tmp_path / "out", store, cases, predictions
 
 
+@pytest.mark.slow
 def test_metrics_and_forces_equal_those_in_source_order(scene, monkeypatch):
     monkeypatch.setattr(evaluate, "_CHUNK_ROWS", 10)  # the last chunk is shorter
     out, store, cases, predictions = scene
@@ -274,6 +275,7 @@ def test_the_table_shows_every_case_and_the_notices(scene):
     assert f"{metrics['mean']['pressure']['rel_l2']:#.4g}" in text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real files are not beside the checkout")
 def test_the_mapped_ahmed_bodies_from_source_to_drag(tmp_path):
     """Prepared, predicted perfectly, written onto their meshes and scored: the published Cd."""

@@ -89,6 +89,7 @@ def test_area_weights_count_only_where_they_should():
     assert found["mae"] == 0.5
 
 
+@pytest.mark.slow
 def test_sums_are_float64_even_for_float32_fields():
     # 2²⁵ equal float32 terms: a float32 running sum stops at 2²⁴.
     sums = FieldSums(("pressure",))

@@ -27,6 +27,8 @@ from launch import predict_cp
 from support.harness import run_ranks
 from support.stores import SMALL, read_weights, ring_mesh, train_rank, write_bodies, write_mesh
 
+pytestmark = pytest.mark.slow
+
 pv = pytest.importorskip("pyvista")
 
 NAMES = {"pressure": "pMeanTrim", "wall_shear": "wallShearStressMeanTrim"}
@@ -106,6 +108,7 @@ def mesh_of(folder, number=4):
     return folder / "bodies" / f"run_{number}" / f"boundary_{number}.vtp"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_number_of_ranks_gives_the_model_on_the_whole_surface(folder, tmp_path, ranks):
     written, _ = predict(folder / "fp64", tmp_path, "--split", "test", ranks=ranks)
@@ -126,6 +129,7 @@ def test_a_run_in_fp32_writes_fp32(folder, tmp_path):
     assert closest(found, evaluate_directly(folder / "fp32", mesh_of(folder))) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_order_of_the_stored_rows_does_not_matter(folder, tmp_path, ranks):
     other = prepare_bodies(folder / "bodies", tmp_path / "store", seed=1)
@@ -249,6 +253,7 @@ def triangles(tmp_path):
     return path, points.astype(np.float32), split
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stl", "vtp"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_mesh_without_fields_and_store_gives_what_a_store_of_it_gives(

@@ -105,6 +105,7 @@ def lack_memory(rank):
     runs.at_step(1, 3, lambda: torch.empty(1 << 46))(rank)
 
 
+@pytest.mark.slow
 def test_a_lack_of_memory_on_one_rank_is_its_line(store, tmp_path):
     run, statuses = fail(store, tmp_path, lack_memory)
     assert statuses == [1, 1]
@@ -120,6 +121,7 @@ def have_a_bug(rank):
     runs.at_step(0, 4, lambda: {}["absent"])(rank)
 
 
+@pytest.mark.slow
 def test_a_bug_on_one_rank_shows_its_traceback_once_and_ends_all(store, tmp_path):
     run, statuses = fail(store, tmp_path, have_a_bug)
     assert statuses == [1, 1]
@@ -154,6 +156,7 @@ def spoil(rank, change):
     Learner._accumulate = spoiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [spoil_loss, spoil_gradient])
 def test_a_nan_that_one_rank_sees_stops_all_before_the_optimiser(store, tmp_path, fault):
     run, statuses = fail(store, tmp_path, fault)
@@ -166,6 +169,7 @@ def test_a_nan_that_one_rank_sees_stops_all_before_the_optimiser(store, tmp_path
     check_last_checkpoint(tmp_path / "run", 2)
 
 
+@pytest.mark.slow
 def test_a_nan_is_skipped_on_all_ranks_alike_where_that_is_asked(store, tmp_path):
     run, statuses = fail(store, tmp_path, spoil_gradient, "train.nonfinite=skip")
     assert statuses == [0, 0]
@@ -190,6 +194,7 @@ def kill_rank_0(rank):
     end_itself(0, rank, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "rank"), [(kill_rank_1, 1), (kill_rank_0, 0)])
 def test_a_killed_rank_ends_all_at_once(store, tmp_path, fault, rank):
     run, statuses = fail(store, tmp_path, fault, "parallel.timeout_s=600")
@@ -319,6 +324,7 @@ def wait_for_text(path, text):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_single_process_says_where_it_failed_and_needs_no_thread(store, tmp_path):
     run, statuses = fail(store, tmp_path, fail_alone, world_size=1)
     assert statuses == [2]

@@ -87,6 +87,7 @@ class Started:
 # ---- real kills -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -186,6 +187,7 @@ print("alive", own_launcher().alive(), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_end_is_left(tmp_path):
     with Started(("-c", START, STUCK), tmp_path / "log") as started:
         started.wait_for(lambda: "begun" in started.log.read_text())
@@ -195,6 +197,7 @@ def test_a_step_that_does_not_end_is_left(tmp_path):
     assert "start it again" in line
 
 
+@pytest.mark.slow
 def test_a_launcher_that_was_gone_before_the_first_look_is_missed(tmp_path):
     with Started(("-c", START, LATE), tmp_path / "log") as started:
         started.wait_for(lambda: "begun" in started.log.read_text())
@@ -205,6 +208,7 @@ def test_a_launcher_that_was_gone_before_the_first_look_is_missed(tmp_path):
 # ---- who is looked after ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rank_started_by_hand_outlives_its_shell(tmp_path):
     """As with nohup, setsid or a closed terminal: RANK and the rest are there, torchrun is not."""
     code = (

@@ -9,6 +9,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from cpflare.lifeline.lifeline import Lifeline
 
 
@@ -77,6 +79,7 @@ def test_ranks_of_several_hosts_find_the_first_under_one_of_its_addresses():
     leave(lines)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_a_gpu_speaks_before_it_is_aborted(capsys):
     """Nothing is raised in such a wait; the rank that stays away is the cause."""
     ended = threading.Event()
@@ -106,6 +109,7 @@ def test_a_rank_that_waits_for_a_gpu_speaks_before_it_is_aborted(capsys):
     assert "no answer for" in message
 
 
+@pytest.mark.slow
 def test_waits_that_end_in_time_are_not_told():
     ended = []
     lines, _ = connected(2, timeout_s=2.0)

@@ -132,6 +132,7 @@ def slow_down_replicas(rank):
     validate.predict_shard = lambda *arguments: (time.sleep(1.0 + rank), predict(*arguments))[1]
 
 
+@pytest.mark.slow
 def test_replicas_leave_an_evaluation_together(store, tmp_path):
     """Before its third case, whose round both begin together: the first has one more to do."""
     overrides = overrides_of(store, tmp_path / "run", "parallel.dp=2")
@@ -158,6 +159,7 @@ def read_metrics_so_far(run_dir):
     return [line for line in lines_of(run_dir) if '"kind": "step"' in line]
 
 
+@pytest.mark.slow
 def test_a_single_process_stops_too(store, tmp_path):
     run = runs.start(1, overrides_of(store, tmp_path / "run"), tmp_path / "log", slow_down)
     run.wait_for(lambda: len(lines_of(tmp_path / "run")) >= 2)
@@ -195,6 +197,7 @@ def slow_down_predictions(rank):
     job.predict_shard = lambda *arguments: (time.sleep(0.5), predict(*arguments))[1]
 
 
+@pytest.mark.slow
 def test_a_prediction_stops_between_cases(whole, tmp_path):
     cases = "run_1,run_2,run_3,run_4,run_5,run_6"
     command = [str(whole), "--cases", cases, "--out", str(tmp_path / "out")]

@@ -114,6 +114,7 @@ def test_parameters_are_counted():
         assert found == encoder + count * 3 * c * (width + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["flarepp padanorm", "flarepp cross attention"])
 @pytest.mark.parametrize("engine", ["in memory", "streamed"])
 def test_conditions_that_stay_are_encoded_once_and_change_no_bit(variant, engine):

@@ -26,6 +26,7 @@ from support.harness import relative_error, run_ranks
 KEY_BIASES = ("key_proj.bias", "key_norm.bias", "key_in.bias", "key_out.bias")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SHARDS, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS | CONDITIONED)
 def test_outputs_and_gradients_equal_the_naive_formula_s(variant, sizes):
@@ -71,6 +72,7 @@ def test_the_order_of_tokens_does_not_matter_but_every_token_does(variant):
     assert change == 0 if variant == "none" else change > 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[2, 9], [6, 0, 5]], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS | CONDITIONED)
 def test_a_few_steps_take_the_same_way_on_any_ranks(variant, sizes):

@@ -24,7 +24,7 @@ def summed_nowhere(rank, world_size, *case):
 
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "none"])
 def test_state_gradients_that_stay_partial_are_seen(mixer):
-    case = draw(11)
+    case = draw(mixer, 11)
     expected = naive_values(mixer, *case)
     results = run_ranks(2, summed_nowhere, mixer, [2, 9], *case)
     for engine in results[0]:
@@ -115,7 +115,7 @@ BREAKS = [
 
 @pytest.mark.parametrize(("broken", "variant", "least"), BREAKS)
 def test_what_is_broken_in_one_process_is_seen(broken, variant, least, monkeypatch):
-    case = draw(11)
+    case = draw(variant, 11)
     expected = naive_values(variant, *case)
     broken(monkeypatch)
     found = shard_values(0, 1, variant, [11], *case)["streamed"]

@@ -35,6 +35,7 @@ from support.plain_flarepp import attend, head_norm
 EXACT = 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sizes", [[7], [5, 2], [3, 0, 4], [1, 3, 2, 1]], ids=str)
 def test_loss_and_every_gradient_equal_the_plain_model_s(sizes, variant):

@@ -140,6 +140,7 @@ def test_a_guarded_run_ends_with_status_0():
         assert output == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
@@ -201,6 +202,7 @@ def fail_in_three_ways(rank, world_size, way):
     return rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "world_size", "text"),
     [("raises", 2, "found me"), ("hangs", 1, "no answer in"), ("dies", 1, "exit code 7")],

@@ -56,6 +56,7 @@ def sync(rank, world_size, gradients, extras, bucket_bytes, strided):
         return [p.grad for p in parameters], total, comm.take_traffic(), kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1, 50, 2**26])
 @pytest.mark.parametrize("world_size", [1, 2, 3])

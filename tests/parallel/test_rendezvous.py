@@ -75,6 +75,7 @@ def test_a_port_where_nobody_listens(environment, capfd):
     assert "Connection refused" in refuse(capfd, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("says", [b"", b"SSH-2.0-OpenSSH_9.6\r\n", None])
 def test_a_port_of_another_service(environment, capfd, says):
     """One that says nothing, one that says something else, one that hangs up."""
@@ -124,6 +125,7 @@ def test_ranks_wait_for_one_that_is_late(environment):
     assert stores[2].get("key") == b"value"
 
 
+@pytest.mark.slow
 def test_ranks_that_never_join_are_named(environment, capfd, monkeypatch):
     monkeypatch.setattr(rendezvous, "_NOTICE_S", 1.0)
     with ThreadPoolExecutor(2) as pool:
@@ -134,6 +136,7 @@ def test_ranks_that_never_join_are_named(environment, capfd, monkeypatch):
     assert capfd.readouterr().err == "notice: [rank 0] waits for 2 more ranks: 2, 3\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["launch.train_cp", "launch.predict_cp", "launch.scaling_cp"])
 def test_launchers_end_with_one_line_and_status_2(tmp_path, module):
     arguments = {

@@ -29,6 +29,7 @@ def planner_of(config, total) -> Planner:
     return make_planner(config, device, find_link("infiniband"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [{}, {"executor": "streamed", "chunk_tokens": 2_000_000}])
 def test_what_is_advised_fits(engine):
     config = config_of(**engine)

@@ -41,6 +41,7 @@ def _config(*overrides):
     return load_config(None, [*MODEL, *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["flare", "flarepp"])
 @pytest.mark.parametrize("executor", ["in_memory", "streamed"])
 def test_counted_flops_are_those_of_torchs_counter(mixer, executor):
@@ -123,6 +124,7 @@ def test_collectives_cost_more_on_slower_networks_and_more_ranks():
     assert latency == pytest.approx(18e-6 + 2 * (3 * 2e-6 + 7 * 5e-6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(DEVICES))
 def test_efficiency_falls_and_the_end_is_named(name):
     planner = make_planner(
@@ -200,6 +202,7 @@ def _points(tokens):
     ]
 
 
+@pytest.mark.slow
 def test_a_calibration_predicts_what_it_has_not_seen():
     rates = dataclasses.replace(
         table_rates(_cpu(), "fp32"),
@@ -223,6 +226,7 @@ def test_a_calibration_predicts_what_it_has_not_seen():
         assert abs(c.memory_error) < 0.01, c
 
 
+@pytest.mark.slow
 def test_a_calibration_meets_what_it_was_fitted_to():
     """A fit whose terms are not those of the plan would miss its own points."""
     rates = dataclasses.replace(

@@ -25,6 +25,7 @@ def planner_of(device="h100", memory=None, **train):
     return make_planner(config, device, find_link("infiniband"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["flare", "flarepp"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_gpu_s_kernels_do_not_depend_on_the_cells(mixer, precision):

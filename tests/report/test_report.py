@@ -123,6 +123,7 @@ def predict_a_case(folder, name="run_1"):
     )
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else_and_shows_everything(tmp_path):
     run = write_run(tmp_path / "first run")
     predictions = run / "predictions"
@@ -156,6 +157,7 @@ def test_the_page_needs_nothing_else_and_shows_everything(tmp_path):
     assert sorted(p.name for p in run.iterdir() if p.name.startswith(".")) == []
 
 
+@pytest.mark.slow
 def test_whatever_is_interpolated_is_escaped(tmp_path):
     evil = "<script>alert('x')</script>"
     run = write_run(tmp_path / "a<b>&c", data={"store": evil}, model={"mixer": evil})
@@ -226,6 +228,7 @@ def test_what_is_missing_or_damaged_is_named(tmp_path):
         write_report(run)
 
 
+@pytest.mark.slow
 def test_predictions_newer_than_their_evaluation_are_named(tmp_path):
     run = write_run(tmp_path / "run")
     (run / "predictions").mkdir()
@@ -263,6 +266,7 @@ def test_plots_follow_the_theme_and_hold_no_colour_of_their_own(tmp_path):
     assert draw_parity(METRICS["cases"], "Cl") is None
 
 
+@pytest.mark.slow
 def test_a_single_step_of_zero_can_be_drawn(tmp_path):
     lines = [step(1, loss=0.0, comm_s=0.0, peak_mem_bytes=0)]
     assert "Training loss" in write_report(write_run(tmp_path / "run", lines)).read_text()
@@ -283,6 +287,7 @@ def test_pictures_are_drawn_and_captioned(tmp_path):
     assert "the worst case; relative L2 0.2000" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "reason"),
     [

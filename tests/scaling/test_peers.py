@@ -13,6 +13,8 @@ from cpflare.scaling.peers import build_stepper
 from cpflare.scaling.study import METHODS, Point
 from support.harness import run_ranks
 
+pytestmark = pytest.mark.slow
+
 MODEL = ("model.channels=16", "model.heads=2", "model.blocks=2", "model.latents=4")
 BLOCKS, LATENTS, CHANNELS, HEADS, TOKENS = 2, 4, 16, 2, 60
 

@@ -57,6 +57,7 @@ def _measure(rank, world_size, slow_rank_s=0.0, extra_mib=0, delay_s=0.0):
     return samples, [(peak - idle) / MIB for idle, peak in peaks]
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_slowed_rank_shows_in_the_step():
     plain, _ = run_ranks(2, _measure)[0]
@@ -67,6 +68,7 @@ def test_a_slowed_rank_shows_in_the_step():
         assert after["step_s"][0] < after["step_s"][1]  # each rank's own time
 
 
+@pytest.mark.slow
 def test_a_large_allocation_on_one_rank_shows_in_its_peak():
     _, plain = run_ranks(2, _measure)[0]
     _, larger = run_ranks(2, _measure, 0.0, 300)[0]
@@ -200,6 +202,7 @@ def test_what_the_loader_reads_is_reported():
     assert "| 4,000 | 0.5500 | 0.0500 | 0.5000 |" in to_markdown(study)
 
 
+@pytest.mark.slow
 def test_all_files_of_a_study(tmp_path):
     study = _study(_record(ONE, [1.0, 1.1]), _record(TWO, [0.5, 0.6]))
     study.save(tmp_path / "study.json")

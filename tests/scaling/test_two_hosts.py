@@ -46,6 +46,7 @@ def _namespaces():
     return {line.split()[0] for line in done.stdout.splitlines()}
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @needs_namespaces
 def test_latency_is_that_of_a_message():
@@ -58,6 +59,7 @@ def test_latency_is_that_of_a_message():
     assert not names & _namespaces()
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @needs_namespaces
 def test_rate_is_limited():

@@ -165,6 +165,7 @@ def test_a_store_that_cannot_be_used_is_named_with_case_and_field(tmp_path, dama
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -186,6 +187,7 @@ def test_all_ranks_stop_and_rank_0_says_why(store, tmp_path, monkeypatch, overri
         assert answers[1][1] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [without_mark, without_shear], ids=lambda f: f.__name__)
 def test_all_ranks_stop_at_a_store_that_cannot_be_used(tmp_path, damage):
     damage(tmp_path / "store")
@@ -299,6 +301,7 @@ def prepare_two(folder, monkeypatch, capsys, *, train, write):
     return command_line(monkeypatch, capsys, *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", BAD_FILES)
 def test_a_bad_file_is_named_left_out_and_the_others_prepared(tmp_path, monkeypatch, capsys, bad):
     write, named = BAD_FILES[bad]
@@ -308,6 +311,7 @@ def test_a_bad_file_is_named_left_out_and_the_others_prepared(tmp_path, monkeypa
     assert Store.open(tmp_path / "store").cases == ("run_1",)
 
 
+@pytest.mark.slow
 def test_a_bad_file_is_named_where_no_other_is_there(tmp_path, monkeypatch, capsys):
     write, named = BAD_FILES["missing field"]
     write(tmp_path / "raw" / "run_9" / "boundary_9.vtp")
@@ -316,6 +320,7 @@ def test_a_bad_file_is_named_where_no_other_is_there(tmp_path, monkeypatch, caps
     check(error_line(text), ["run_9", "boundary_9.vtp", *named])
 
 
+@pytest.mark.slow
 def test_a_bad_file_is_named_where_it_is_the_only_one_to_train_on(tmp_path, monkeypatch, capsys):
     """That no training case is left is what follows; the user needs to know from what."""
     write, named = BAD_FILES["missing field"]

@@ -119,6 +119,7 @@ def check(arguments, status, text, *, may_pass=False):
     assert len(lines) == 1, (arguments, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_place_that_is_broken_is_one_line(made, tmp_path, capfd, place):
     path = PLACES[place](tmp_path)
@@ -131,6 +132,7 @@ def test_a_place_that_is_broken_is_one_line(made, tmp_path, capfd, place):
     assert not list(made.rglob(".*.partial"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [b"\xff\xfe name", b"line\nbreak", b"car[red], two"])
 def test_an_odd_name_is_one_line_or_works(made, tmp_path, capfd, name):
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
@@ -163,6 +165,7 @@ READ = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["gone", "cut", "empty", "a folder"])
 @pytest.mark.parametrize("what", READ)
 def test_files_that_vanish_or_are_cut_are_one_line(made, tmp_path, capfd, what, damage):
@@ -230,6 +233,7 @@ def no_room():
         said.append(stream.read())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", list(writers(Path(), Path())))
 def test_a_full_disk_is_one_line_and_leaves_no_part(made, tmp_path, what):
     shutil.copytree(made / "out", tmp_path / "p")

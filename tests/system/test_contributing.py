@@ -59,6 +59,7 @@ def test_the_mixer_trains(tmp_path, monkeypatch, executor):
     assert [event["step"] for event in read_metrics(tmp_path / "run")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_field_map_prepares_a_data_set(tmp_path):
     import pyvista as pv
 
@@ -85,6 +86,7 @@ def test_the_metric_is_computed(monkeypatch):
     assert found["p"]["rel_l1"] == pytest.approx(1.5 / 4.0)
 
 
+@pytest.mark.slow
 def test_what_the_generator_makes_is_prepared_and_whole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for line in example("A generator").splitlines():

@@ -58,6 +58,7 @@ def test_its_sources_are_known_to_be_prepared(earlier, capsys):
     assert "0 prepared, 4 were there, 0 failed" in result.output
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_its_checkpoint_with_the_same_losses(earlier):
     run = earlier / "run"
     recorded = steps_of(run)
@@ -74,6 +75,7 @@ def test_training_goes_on_from_its_checkpoint_with_the_same_losses(earlier):
     assert (run / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_its_prediction_is_made_again_and_scored_alike(earlier):
     started = runs.start(
         1,

@@ -25,6 +25,7 @@ def losses_of(run):
     return [event["loss"] for event in read_metrics(run)][-4:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_it_trains_resumes_and_predicts(mixer, store, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"

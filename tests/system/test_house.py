@@ -39,6 +39,7 @@ def test_no_file_is_longer_than_one_can_see_through(room):
     assert {name: length for name, length in lengths.items() if length > limit} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_function_is_longer_than_a_page(room):
     long = {}

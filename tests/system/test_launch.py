@@ -236,6 +236,7 @@ def test_an_error_of_rank_0_while_predicting_ends_all(folder, trained, tmp_path)
     assert re.search(r"exitcode\s*: 2 ", err)
 
 
+@pytest.mark.slow
 def test_preparation_in_a_pipe_has_no_carriage_returns(tmp_path):
     write_mesh(tmp_path / "raw" / "run_1" / "boundary_1.vtp", *ring_mesh(5, 3))
     status, out, err = run(*CPFLARE, "prep", "raw", "store", cwd=tmp_path)
@@ -254,6 +255,7 @@ def test_help_has_an_example_and_status_0(launcher, capsys):
     assert "torchrun --nproc_per_node=" in out
 
 
+@pytest.mark.slow
 def test_without_a_configuration_the_embedded_data_set_is_made_once(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(embedded, "CASES", 3)
     monkeypatch.setattr(embedded, "CELLS", 400)

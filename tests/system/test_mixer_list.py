@@ -10,6 +10,8 @@ from cpflare.cli import mixers
 from cpflare.errors import ConfigError
 from cpflare.models.mixers import MIXERS
 
+pytestmark = pytest.mark.slow
+
 C, H, M, BLOCKS = 16, 2, 4, 3
 SIZES = [f"model.channels={C}", f"model.heads={H}", f"model.latents={M}", f"model.blocks={BLOCKS}"]
 

@@ -124,6 +124,7 @@ def test_names_that_are_no_text_are_told():
     assert "no UTF-8" in explain(caught.value)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_failure(folder):
     command = [sys.executable, "-m", "cpflare.cli", "inspect", str(folder / "store")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

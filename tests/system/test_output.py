@@ -41,6 +41,7 @@ def warn(rank):
     runs.at_step(1, 2, action)(rank)
 
 
+@pytest.mark.slow
 def test_a_warning_carries_its_rank(store, tmp_path):
     run = runs.start(2, overrides_of(store, tmp_path / "run"), tmp_path / "log", warn)
     assert run.wait(60) == [0, 0]

@@ -77,6 +77,7 @@ def test_it_is_exact_on_any_ranks_in_both_executors(sizes, engine):
         assert relative_error(sum(r[2][name] for r in results), grad) < EXACT, name
 
 
+@pytest.mark.slow
 def test_its_messages_and_costs_are_counted():
     config = config_from_dict({"model": SIZES, "engine": {"executor": "streamed"}})
     sent = messages_of(config, 2).stages
@@ -94,6 +95,7 @@ def train_own(rank, world_size, overrides):
         return train_rank(rank, world_size, overrides)
 
 
+@pytest.mark.slow
 def test_it_trains_resumes_predicts_and_is_reported(tmp_path):
     bodies = write_bodies(tmp_path / "bodies")
     prepare([bodies], tmp_path / "store", splits=bodies / "splits.json")

@@ -147,6 +147,7 @@ def wait_for_step(cluster, run_dir, step):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_run_is_signalled_preempted_requeued_and_ends_as_one_that_was_left_alone(
     cluster, store, tmp_path
 ):
@@ -200,6 +201,7 @@ def test_a_run_is_signalled_preempted_requeued_and_ends_as_one_that_was_left_alo
     assert not list(ROOT.glob(".cpflare-train-*.status"))
 
 
+@pytest.mark.slow
 def test_a_users_error_fails_the_job_and_does_not_put_it_back(cluster, store, tmp_path):
     log = tmp_path / "job.log"
     job = cluster.submit(
@@ -213,6 +215,7 @@ def test_a_users_error_fails_the_job_and_does_not_put_it_back(cluster, store, tm
     assert "did you mean train.lr?" in log.read_text()
 
 
+@pytest.mark.slow
 def test_an_array_prepares_the_store_that_one_process_prepares(cluster, tmp_path):
     source = write_bodies(tmp_path / "bodies")
     splits = source / "splits.json"
@@ -236,6 +239,7 @@ def test_an_array_prepares_the_store_that_one_process_prepares(cluster, tmp_path
     assert not (tmp_path / "store.parts").exists()
 
 
+@pytest.mark.slow
 def test_a_scaling_job_measures_each_number_of_ranks(cluster, tmp_path):
     log, out = tmp_path / "job.log", tmp_path / "points"
     job = cluster.submit(
@@ -248,6 +252,7 @@ def test_a_scaling_job_measures_each_number_of_ranks(cluster, tmp_path):
     assert sorted(path.name for path in out.iterdir()) == ["ranks_1.json", "ranks_2.json"]
 
 
+@pytest.mark.slow
 def test_processes_that_srun_starts_without_torchrun_are_refused(cluster, store, tmp_path):
     command = [
         *("srun", "--ntasks=2", "--overcommit", sys.executable, "train_cp.py"),

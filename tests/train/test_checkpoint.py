@@ -99,6 +99,7 @@ def same_weights(a, b):
     return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "fp16"])
 @pytest.mark.parametrize("step", [3, 6])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(store, whole, tmp_path, precision, step):
@@ -114,6 +115,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(store, whole, tmp_path, 
     assert any(overflows) == (precision == "fp16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_run_goes_on_with_another_number_of_ranks(store, whole, tmp_path, world_size):
     run_dir = interrupted(whole["fp64"], tmp_path / "run", 6)
@@ -126,6 +128,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(store, whole, tmp_path, worl
     assert max(relative_error(own[name], w) for name, w in weights.items()) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_finished_run_does_nothing_when_it_is_started_again(store, whole, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(whole["fp32"], run_dir)
@@ -168,6 +171,7 @@ def checkpoint_files(whole):
     return sorted(p.name for p in newest(whole["fp32"]).rglob("*") if p.is_file())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["missing", "empty", "cut", "flipped"])
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_notice(store, whole, tmp_path, way):
     """Whatever file of it is hurt: the run goes on from the one before, to the same end."""
@@ -187,6 +191,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_notice(store, whole, 
         assert same_weights(run_dir, whole["fp32"])
 
 
+@pytest.mark.slow
 def test_with_every_checkpoint_damaged_the_run_starts_anew(store, whole, tmp_path):
     run_dir = interrupted(whole["fp32"], tmp_path / "run", 6)
     for path in checkpoints(run_dir).glob("step_*"):
@@ -198,6 +203,7 @@ def test_with_every_checkpoint_damaged_the_run_starts_anew(store, whole, tmp_pat
     assert same_weights(run_dir, whole["fp32"])
 
 
+@pytest.mark.slow
 def test_a_half_written_checkpoint_is_not_one(store, whole, tmp_path):
     run_dir = interrupted(whole["fp32"], tmp_path / "run", 6)
     half = checkpoints(run_dir) / f".step_{9:08d}.partial"
@@ -237,6 +243,7 @@ def test_a_disk_that_fills_up_is_known_as_such_whatever_file_meets_it(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoints_and_the_best_are_kept(store, tmp_path):
     more = ("train.keep=2", "train.eval_every=2", "train.checkpoint_every=2", "train.steps=10")
     held_out = ("data.val_split=[run_4]", "train.eval_tokens=all", "train.lr=0.3")
@@ -249,6 +256,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept(store, tmp_path):
     assert (checkpoints(tmp_path) / "latest").read_text().strip() == f"step_{10:08d}"
 
 
+@pytest.mark.slow
 def test_resume_never_starts_anew_and_its_checkpoints_are_those_of_the_new_run(
     store, whole, tmp_path
 ):
@@ -281,6 +289,7 @@ def test_a_run_that_never_resumes_is_not_mixed_up_with_a_longer_former_one(store
     assert "nothing left to do" in text
 
 
+@pytest.mark.slow
 def test_a_named_checkpoint_is_gone_on_from(store, whole, tmp_path):
     source = checkpoints(whole["fp32"]) / f"step_{6:08d}"
     text = train_alone(store, tmp_path / "run", f"train.resume={source}")

@@ -55,6 +55,7 @@ def losses(run):
     return [event["loss"] for event in read_metrics(run)]
 
 
+@pytest.mark.slow
 def test_ranks_and_a_resume_take_the_same_way(folder, tmp_path):
     train_rank(0, 1, overrides(folder, tmp_path / "one"))
     streamed = ("engine.executor=streamed", "engine.chunk_tokens=7")

@@ -71,6 +71,7 @@ def on_a_rank(rank, world_size, jobs):
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_split_loss_is_the_dense_one_and_so_are_its_gradients(world_size):
     jobs = [

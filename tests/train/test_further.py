@@ -47,6 +47,7 @@ def rates(schedule, steps):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["onecycle", "cosine"])
 def test_a_finished_run_goes_on_with_the_schedule_of_all_its_steps(store, tmp_path, schedule):
     train(store, tmp_path, 3, f"train.schedule={schedule}")
@@ -58,6 +59,7 @@ def test_a_finished_run_goes_on_with_the_schedule_of_all_its_steps(store, tmp_pa
     assert "resumed after step 3" in text
 
 
+@pytest.mark.slow
 def test_at_a_constant_rate_more_steps_are_those_of_a_longer_run(store, tmp_path):
     constant = "train.schedule=constant"
     train(store, tmp_path / "two", 2, constant)
@@ -125,6 +127,7 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(store, done, tmp_path, 
     assert not (tmp_path / "run" / CONFIG).exists()
 
 
+@pytest.mark.slow
 def test_a_run_finds_its_store_wherever_both_are(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

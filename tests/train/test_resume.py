@@ -238,6 +238,7 @@ def write_until_two_more_steps_are_told(rank):
     checkpoint.save_checkpoint = save_slowly
 
 
+@pytest.mark.slow
 def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_the_step_it_is_of(
     store, whole, tmp_path
 ):
@@ -332,6 +333,7 @@ def run_out_of_space_for_a_while(rank):
     run_dir.MetricsLog.write = written
 
 
+@pytest.mark.slow
 def test_metrics_lines_are_whole_and_once_on_a_disk_that_is_full_for_a_while(
     store, whole, tmp_path
 ):

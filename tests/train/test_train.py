@@ -90,6 +90,7 @@ def train_alone(store, run_dir, *more):
     return run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_twenty_steps_are_the_same_on_every_number_of_ranks(trained, settings, layout):
@@ -125,6 +126,7 @@ def test_the_settings_do_what_they_are_there_for(trained, settings):
         assert {step["tokens"] for step in steps} <= {53 + 53, 53 + 2}
 
 
+@pytest.mark.slow
 def test_the_streamed_executor_is_at_work(trained):
     """Chunks are summed in another order, which shows in the last digits of some step."""
     in_memory, streamed = (trained("flarepp-mse", layout) for layout in ("R=1", "R=1 streamed"))
@@ -170,6 +172,7 @@ def plain_training(store, overrides):
     return losses, norms, average
 
 
+@pytest.mark.slow
 def test_the_answer_is_that_of_a_plain_training(store, trained):
     run_dir = trained("flarepp-mse", "R=3")
     losses, norms, average = plain_training(
@@ -183,6 +186,7 @@ def test_the_answer_is_that_of_a_plain_training(store, trained):
     assert max(relative_error(weights[name], value) for name, value in average.items()) < SAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_final_evaluation_is_that_of_the_final_weights_on_whole_cases(store, trained, settings):
     run_dir = trained(settings, "DP2×CP2")
@@ -202,6 +206,7 @@ def test_the_final_evaluation_is_that_of_the_final_weights_on_whole_cases(store,
         assert event[f"{name}_rel_l2"] == pytest.approx(expected, rel=SAME)
 
 
+@pytest.mark.slow
 def test_metrics_have_the_keys_of_the_interface(trained):
     for layout in ("R=1", "R=3"):
         run_dir = trained("flarepp-mse", layout)
@@ -239,6 +244,7 @@ def first_step(store, folder, layout, settings):
         return read_metrics(folder)[0], model.eval()(inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_one_step_in_fp32_is_the_same_to_its_rounding(store, tmp_path, settings):
     step, outputs = first_step(store, tmp_path / "one", "R=1", settings)
@@ -251,6 +257,7 @@ def test_one_step_in_fp32_is_the_same_to_its_rounding(store, tmp_path, settings)
         assert relative_error(own, outputs) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("mixer", ["flare", "flarepp"])
 def test_mixed_precision_learns(store, tmp_path, precision, mixer):
@@ -270,6 +277,7 @@ def test_mixed_precision_learns(store, tmp_path, precision, mixer):
     assert all(w.dtype == torch.float32 for w in read_weights(tmp_path / precision).values())
 
 
+@pytest.mark.slow
 def test_epochs_count_cases_and_the_default_step_takes_one_case_a_replica(store, tmp_path):
     more = ["train.steps=null", "train.epochs=2", "parallel.dp=2", "train.cases_per_step=null"]
     run_ranks(2, train_rank, overrides_of(store, tmp_path / "dp", *more))
@@ -279,6 +287,7 @@ def test_epochs_count_cases_and_the_default_step_takes_one_case_a_replica(store,
     assert len(read_metrics(tmp_path / "one")) == 3  # two epochs of four cases, three a step
 
 
+@pytest.mark.slow
 def test_evaluations_on_the_way_are_limited_and_say_so(store, tmp_path):
     splits = ("data.train_split=[run_1,run_2]", "data.val_split=[run_3,run_4]")
     limits = ("train.eval_every=2", "train.eval_cases=1", "train.eval_tokens=40")
@@ -328,6 +337,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_alike(wild, tmp_path):
     assert all(np.isfinite(step["loss"]) for step in read_metrics(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_skipped_on_all_ranks_alike(wild, tmp_path):
     more = (*WILD, "train.cases_per_step=1", "train.nonfinite=skip", "train.steps=8")
     run_ranks(3, train_rank, overrides_of(wild, tmp_path / "three", *more))
@@ -347,6 +357,7 @@ def test_a_loss_that_is_not_finite_is_skipped_on_all_ranks_alike(wild, tmp_path)
     assert not torch.equal(weights[0]["out_proj.fc2.weight"], fresh["out_proj.fc2.weight"])
 
 
+@pytest.mark.slow
 def test_a_case_with_fewer_cells_than_ranks_trains_with_a_notice(store, tmp_path):
     tiny = ("data.train_split=[run_5]", "train.steps=3", "data.val_split=[run_5]")
     texts = run_ranks(3, train_rank, overrides_of(store, tmp_path / "three", *tiny))
