@@ -28,7 +28,9 @@ class Reporter:
     ) -> None:
         self.total_steps = total_steps
         self.log = MetricsLog(run_dir, keep_up_to_step=first_step) if rank == 0 else None
-        self.writer = _tensorboard(run_dir) if rank == 0 and tensorboard else None
+        self.writer: Any = None
+        if rank == 0 and tensorboard:
+            self.writer = _tensorboard(run_dir, first_step)
         # tqdm's own lock is a semaphore that outlives a rank which ends on a failure.
         tqdm.set_lock(threading.RLock())
         self.bar = tqdm(
@@ -91,11 +93,12 @@ class Reporter:
                 self.writer.add_scalar(f"{kind}/{name}", value, event["step"])
 
 
-def _tensorboard(run_dir: Path) -> Any:
+def _tensorboard(run_dir: Path, first_step: int) -> Any:
+    """A writer that hides what was told of the steps after `first_step`, which come again."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
             "train.tensorboard=true needs the tensorboard package; pip install cpflare[tensorboard]"
         ) from error
-    return SummaryWriter(run_dir / "tensorboard")
+    return SummaryWriter(run_dir / "tensorboard", purge_step=first_step + 1)
