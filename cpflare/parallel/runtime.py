@@ -47,6 +47,7 @@ def run_guarded(main: Callable[[], None], *, debug: bool = False) -> int:
     a single rank meets, with the rank and what it was doing, and all ranks end.
     """
     lifeline = own_lifeline()
+    lifeline.place = ""  # what this process did before, as tests do, is over
     watch_launcher(lifeline.abandon)
     try:
         status = _status_of(main)

@@ -31,7 +31,7 @@ def _ranks_at_turns():
     states = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            command = (folder / "cmdline").read_text()
+            command = os.fsdecode((folder / "cmdline").read_bytes())  # others' may be no UTF-8
             if OURS[-1] in command and "--turns" in command and "distributed" not in command:
                 states[int(folder.name)] = (folder / "stat").read_text().rpartition(")")[2][1]
     return {pid: state for pid, state in states.items() if state != "Z"}
